@@ -1,0 +1,118 @@
+"""Every error that leaves a module, with its wire code and exit status.
+
+`code` travels in messages and metrics and never changes; the text may. `exit_status` is what a command
+ends with. 78 (EX_CONFIG) marks what a restart cannot mend: the unit lists it in RestartPreventExitStatus=.
+"""
+
+from __future__ import annotations
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_NO_DAEMON = 3
+EXIT_BUSY = 75
+EXIT_CONFIG = 78
+
+
+class WeightcachedError(Exception):
+    """Base of all errors here. `str()` is one complete message for a person."""
+
+    code = "error"
+    exit_status = EXIT_FAILURE
+
+
+class ManifestError(WeightcachedError):
+    """The model manifest is wrong. The operator edits it; the text names file, line and key."""
+
+    code = "manifest"
+    exit_status = EXIT_CONFIG
+
+
+class DeviceError(WeightcachedError):
+    """A device name is malformed, or no such device is in this machine."""
+
+    code = "device"
+    exit_status = EXIT_CONFIG
+
+
+class CheckpointError(WeightcachedError):
+    """Checkpoint files are missing, unreadable or malformed. The operator names another checkpoint."""
+
+    code = "checkpoint"
+    exit_status = EXIT_CONFIG
+
+
+class RuntimePathError(WeightcachedError):
+    """The runtime directory, socket or lock has the wrong owner, mode, kind or length."""
+
+    code = "runtime-path"
+    exit_status = EXIT_CONFIG
+
+
+class DeviceBusyError(WeightcachedError):
+    """Another daemon holds this device's lock."""
+
+    code = "device-busy"
+    exit_status = EXIT_BUSY
+
+
+class LayoutError(WeightcachedError):
+    """Tensors cannot be laid out in segments as asked; a fault in the caller."""
+
+    code = "layout"
+
+
+class SegmentError(WeightcachedError):
+    """A segment could not be created, adopted or mapped; the text names the driver or system call."""
+
+    code = "segment"
+
+
+class OutOfDeviceMemoryError(SegmentError):
+    """The device has less free memory than the weights need. The text says needed, free and who holds it."""
+
+    code = "out-of-memory"
+
+
+class IndexFormatError(WeightcachedError):
+    """A tensor index does not decode, has another format version, or contradicts its segments."""
+
+    code = "index-format"
+
+
+class ProtocolError(WeightcachedError):
+    """A peer broke the protocol; its connection is closed, nobody else is affected."""
+
+    code = "protocol"
+
+
+class LoadError(WeightcachedError):
+    """A loader child ended without a complete generation."""
+
+    code = "load-failed"
+
+
+class WeightCacheUnavailableError(WeightcachedError):
+    """No daemon can serve this engine now. With fallback the engine loads from disk."""
+
+    code = "unavailable"
+    exit_status = EXIT_NO_DAEMON
+
+
+class CacheConfigMismatchError(WeightcachedError):
+    """The cache was made for another key. With fallback the engine loads from disk."""
+
+    code = "key-mismatch"
+
+
+class UnsupportedQuantForIPCError(WeightcachedError):
+    """A layer's quantization could not be attached and proven. Names module, method and attribute."""
+
+    code = "unsupported-quantization"
+    exit_status = EXIT_CONFIG
+
+
+class UnsupportedPlatformForIPCError(WeightcachedError):
+    """The engine's platform has no segment backend."""
+
+    code = "unsupported-platform"
+    exit_status = EXIT_CONFIG

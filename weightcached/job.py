@@ -1,0 +1,37 @@
+"""What the daemon asks of a loader child: one JSON document on its standard input.
+
+The child also inherits one end of a SOCK_SEQPACKET socketpair, whose number is `socket_fd`; over it go
+LoaderProgress, LoaderKey, LoaderIndex, Descriptors and LoaderFailed (wire/messages.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One cache to load. `rank` is the index of `device` in the manifest entry's devices."""
+
+    device: str
+    cache: str
+    role: Literal["target", "draft"]
+    generation: int
+    spec_digest: str
+    engine: dict[str, Any]
+    rank: int
+    rendezvous: str = "solo"
+    identity: Literal["full", "sampled"] = "full"
+    boot_id: str
+    socket_fd: int
+
+
+def encode_job(job: LoaderJob) -> bytes:
+    """The job as JSON."""
+    return msgspec.json.encode(job)
+
+
+def decode_job(data: bytes) -> LoaderJob:
+    """The job from JSON. Raises msgspec.ValidationError."""
+    return msgspec.json.decode(data, type=LoaderJob)

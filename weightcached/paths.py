@@ -1,0 +1,128 @@
+"""Runtime directory, sockets, locks and the manifest: where they are and which owner and mode they must have.
+
+    $XDG_RUNTIME_DIR/weightcached/          0700, owned by the user, no symlink
+        <DEVICE>.sock                       0600, bound by the daemon that holds the lock
+        <DEVICE>.lock                       0600, flock()ed for the daemon's whole life, never unlinked
+
+Both sides check with lstat() before they trust a path, so another user cannot plant a socket.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from weightcached.errors import DeviceError, ManifestError, RuntimePathError, WeightCacheUnavailableError
+
+# sun_path holds 108 bytes with the terminating zero (unix(7)).
+SOCKET_PATH_MAX_BYTES = 107
+_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+_DEVICE = re.compile(rf"(GPU-{_UUID}|MIG-{_UUID}|cpu(0|[1-9][0-9]{{0,2}}))")
+
+
+def check_device(device: str) -> str:
+    """Return `device` if it is a well-formed name: GPU-<uuid>, MIG-<uuid> or cpuN. Raises DeviceError."""
+    if not _DEVICE.fullmatch(device):
+        raise DeviceError(
+            f"device {device!r} is none: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, "
+            "or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists this machine's"
+        )
+    return device
+
+
+def is_host_device(device: str) -> bool:
+    """Whether the device's segments live in host memory."""
+    return device.startswith("cpu")
+
+
+def runtime_dir() -> Path:
+    """The default runtime directory; it may not exist. Raises RuntimePathError where none can be named."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    if not os.path.isabs(base):
+        raise RuntimePathError(f"XDG_RUNTIME_DIR is {base!r}: it must be an absolute path, as systemd sets it")
+    if not os.path.isdir(base):
+        raise RuntimePathError(
+            f"the runtime directory {base} does not exist: log in through a session that systemd-logind opens, "
+            f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR"
+        )
+    return Path(base) / "weightcached"
+
+
+def create_runtime_dir(directory: Path) -> None:
+    """Make the directory with mode 0700, or check the one that is there. Raises RuntimePathError."""
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as e:
+        raise RuntimePathError(f"cannot create the runtime directory {directory}: {e.strerror}") from e
+    check_private_dir(directory)
+
+
+def check_private_dir(directory: Path) -> None:
+    """Require a real directory of this user that nobody else may enter. Raises RuntimePathError."""
+    try:
+        info = os.lstat(directory)
+    except OSError as e:
+        raise RuntimePathError(f"runtime directory {directory}: {e.strerror}") from e
+    if stat.S_ISLNK(info.st_mode):
+        raise RuntimePathError(f"runtime directory {directory} is a symbolic link: a real directory is required")
+    if not stat.S_ISDIR(info.st_mode):
+        raise RuntimePathError(f"runtime directory {directory} is not a directory: move it away")
+    if info.st_uid != os.getuid():
+        raise RuntimePathError(
+            f"runtime directory {directory} belongs to uid {info.st_uid}, expected {os.getuid()}: "
+            "run as that user, or remove it"
+        )
+    if info.st_mode & 0o077:
+        raise RuntimePathError(
+            f"runtime directory {directory} has mode {stat.S_IMODE(info.st_mode):04o}, expected 0700: chmod 700 {directory}"
+        )
+
+
+def socket_path(device: str, socket_dir: Path | None = None) -> Path:
+    """Where the daemon of `device` listens. Raises RuntimePathError when the path is too long for a socket."""
+    path = (socket_dir or runtime_dir()) / f"{check_device(device)}.sock"
+    nbytes = len(os.fsencode(path))
+    if nbytes > SOCKET_PATH_MAX_BYTES:
+        raise RuntimePathError(
+            f"socket path {path} has {nbytes} bytes, the kernel allows {SOCKET_PATH_MAX_BYTES}: "
+            "set XDG_RUNTIME_DIR (or socket_dir) to a shorter directory"
+        )
+    return path
+
+
+def lock_path(device: str, socket_dir: Path | None = None) -> Path:
+    """The file whose flock() makes one daemon the owner of `device`."""
+    return (socket_dir or runtime_dir()) / f"{check_device(device)}.lock"
+
+
+def check_socket(path: Path) -> None:
+    """Require a socket of this user in a private directory, before connecting.
+
+    Raises WeightCacheUnavailableError where nothing listens, RuntimePathError where something else is there.
+    """
+    if not os.path.lexists(path.parent) or not os.path.lexists(path):
+        raise WeightCacheUnavailableError(
+            f"no weightcached daemon listens on {path}: systemctl --user start weightcached@{path.stem}.service"
+        )
+    check_private_dir(path.parent)
+    info = os.lstat(path)
+    if not stat.S_ISSOCK(info.st_mode):
+        raise RuntimePathError(f"{path} is not a socket (symbolic links are refused): remove it")
+    if info.st_uid != os.getuid():
+        raise RuntimePathError(f"socket {path} belongs to uid {info.st_uid}, expected {os.getuid()}: remove it")
+
+
+def manifest_path(explicit: Path | None = None) -> Path:
+    """The manifest in force: the explicit one, the user's, or the machine's. Raises ManifestError if none exists."""
+    if explicit is not None:
+        candidates = [explicit]
+    else:
+        config_home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+        candidates = [Path(config_home, "weightcached/manifest.yaml"), Path("/etc/weightcached/manifest.yaml")]
+    for path in candidates:
+        if path.is_file():
+            return path
+    looked = " or ".join(str(p) for p in candidates)
+    raise ManifestError(f"no model manifest at {looked}: 'weightcachectl install' writes an example to edit")

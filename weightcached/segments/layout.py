@@ -1,0 +1,76 @@
+"""Where each storage goes: arithmetic only, no memory is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weightcached.errors import LayoutError
+
+# Every storage starts on a multiple of this: cuBLAS and vectorized kernels want at most 256.
+ALIGN_BYTES = 512
+SEGMENT_NBYTES = 1 << 30
+# A storage below this goes to the private segment, which every engine copies.
+SMALL_NBYTES = 64 * 1024
+
+
+class StorageSpec(NamedTuple):
+    """One storage to place. `mutable` marks what an engine may write."""
+
+    nbytes: int
+    mutable: bool = False
+
+
+class SegmentPlan(NamedTuple):
+    nbytes: int
+    private: bool
+
+
+class Placement(NamedTuple):
+    segment: int
+    offset_bytes: int
+
+
+class Layout(NamedTuple):
+    """Segments in mapping order (the private one last) and one placement per storage, in the order given."""
+
+    segments: list[SegmentPlan]
+    placements: list[Placement]
+
+
+def align_up(nbytes: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is not below `nbytes`."""
+    return -(-nbytes // alignment) * alignment
+
+
+def plan_segments(
+    storages: Sequence[StorageSpec], *, granularity: int, segment_nbytes: int = SEGMENT_NBYTES
+) -> Layout:
+    """Place storages into segments, keeping their order.
+
+    Shared segments hold at most about `segment_nbytes`; a larger storage gets a segment of its own. Small and
+    mutable storages share the one private segment. Sizes are rounded up to `granularity`. Nothing straddles
+    segments. Raises LayoutError for a storage of 0 bytes and for sizes that are no multiples.
+    """
+    if segment_nbytes % granularity or granularity % ALIGN_BYTES:
+        raise LayoutError(f"segments of {segment_nbytes} bytes do not fit granularity {granularity}, align {ALIGN_BYTES}")
+    shared: list[int] = []
+    private_used = 0
+    placed: list[tuple[bool, int, int]] = []
+    for number, storage in enumerate(storages):
+        if storage.nbytes <= 0:
+            raise LayoutError(f"storage {number} has {storage.nbytes} bytes: only storages with content are placed")
+        padded = align_up(storage.nbytes, ALIGN_BYTES)
+        if storage.mutable or storage.nbytes < SMALL_NBYTES:
+            placed.append((True, 0, private_used))
+            private_used += padded
+        else:
+            if not shared or shared[-1] + padded > segment_nbytes:
+                shared.append(0)
+            placed.append((False, len(shared) - 1, shared[-1]))
+            shared[-1] += padded
+    segments = [SegmentPlan(align_up(used, granularity), private=False) for used in shared]
+    if private_used:
+        segments.append(SegmentPlan(align_up(private_used, granularity), private=True))
+    placements = [Placement(len(shared) if private else segment, offset) for private, segment, offset in placed]
+    return Layout(segments, placements)

@@ -1,0 +1,98 @@
+"""Packets on a SOCK_SEQPACKET socket: bytes and the descriptors that travel with them.
+
+One message is one packet of at most 64 KiB with at most 250 descriptors. A message that does not fit travels
+as a sealed memfd whose packet says so; that way a status of many engines or a key of many shards has no
+special case, and a reader still never allocates more than MAX_LARGE_BYTES for a peer.
+Blocking only in that the socket may be blocking: daemon/server.py calls the same functions on non-blocking ones.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weightcached.errors import ProtocolError
+from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd
+
+MAX_PACKET_BYTES = 64 * 1024
+# The kernel refuses more than 253 in one message (SCM_MAX_FD).
+MAX_PACKET_FDS = 250
+MAX_LARGE_BYTES = 16 * 1024 * 1024
+# Not a msgpack map or array, so it cannot begin a message.
+_LARGE = b"\xc1large"
+_FD_BYTES = array.array("i").itemsize
+
+
+class Packet(NamedTuple):
+    """One packet as received. Its descriptors are owned by the list from the moment the kernel installed them."""
+
+    data: bytes
+    fds: list[OwnedFd]
+
+
+def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+    """Send one packet; the caller keeps its descriptors.
+
+    Raises ProtocolError when the limits are exceeded, BlockingIOError on a full non-blocking socket (nothing is
+    sent then), OSError from the socket otherwise.
+    """
+    if len(fds) > MAX_PACKET_FDS:
+        raise ProtocolError(f"{len(fds)} descriptors in one packet, at most {MAX_PACKET_FDS} fit")
+    if not data:
+        raise ProtocolError("an empty packet cannot be told from the end of the connection")
+    if len(data) <= MAX_PACKET_BYTES:
+        _sendmsg(sock, data, fds)
+        return
+    if len(data) > MAX_LARGE_BYTES:
+        raise ProtocolError(f"message of {len(data)} bytes, at most {MAX_LARGE_BYTES} are allowed")
+    if fds:
+        raise ProtocolError("a message larger than one packet cannot carry descriptors of its own")
+    with sealed_memfd("weightcached-message", data) as large:
+        _sendmsg(sock, _LARGE, [large.fileno()])
+
+
+def _sendmsg(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+
+def recv_packet(sock: socket.socket, *, max_fds: int) -> Packet:
+    """Receive one packet with at most `max_fds` descriptors.
+
+    Raises EOFError at the end of the connection, ProtocolError for anything cut off or out of limits (every
+    descriptor that came is closed first), BlockingIOError on an empty non-blocking socket, OSError otherwise.
+    """
+    # Room for one more than allowed: an excess is then seen and named, not only as truncation.
+    space = socket.CMSG_SPACE((min(max_fds, MAX_PACKET_FDS) + 1) * _FD_BYTES)
+    data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    fds = _adopt(ancillary)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        close_all(fds)
+        raise ProtocolError("a packet was cut off: too many bytes or descriptors for this message")
+    if not data:
+        close_all(fds)
+        if ancillary:
+            raise ProtocolError("a packet without data carried descriptors")
+        raise EOFError("the peer closed the connection")
+    if data == _LARGE and len(fds) == 1:
+        with fds[0] as large:
+            try:
+                return Packet(read_sealed(large.fileno(), max_nbytes=MAX_LARGE_BYTES), [])
+            except ValueError as e:
+                raise ProtocolError(f"message in a memfd: {e}") from e
+    if len(fds) > max_fds:
+        close_all(fds)
+        raise ProtocolError(f"{len(fds)} descriptors came with a message that may carry {max_fds}")
+    return Packet(data, fds)
+
+
+def _adopt(ancillary: list[tuple[int, int, bytes]]) -> list[OwnedFd]:
+    fds: list[OwnedFd] = []
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array.array("i")
+            numbers.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
+            fds.extend(OwnedFd(n) for n in numbers)
+    return fds

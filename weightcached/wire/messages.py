@@ -1,0 +1,333 @@
+"""All messages of the protocol, with their limits. docs/protocol.md shows the dialogues.
+
+A connection starts with Hello and is answered by Welcome or Refused. Then the client asks and the daemon answers,
+in turn; answers to Attach are distinct states, each final except Loading. Descriptors follow Ready in Descriptors
+packets. Unknown fields are ignored, so a field may be added without a new PROTOCOL_VERSION.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from weightcached.errors import ProtocolError
+from weightcached.key import WeightCacheKey
+
+PROTOCOL_VERSION = 1
+
+Name = Annotated[str, Meta(min_length=1, max_length=300)]
+Text = Annotated[str, Meta(max_length=20_000)]
+Count = Annotated[int, Meta(ge=0)]
+Role = Literal["target", "draft"]
+CacheState = Literal["loading", "ready", "failed", "released"]
+
+
+class Message(msgspec.Struct, tag=True, tag_field="type", frozen=True, kw_only=True):
+    """Base: a msgpack map whose `type` is the class name."""
+
+
+# ---- client to daemon
+
+
+class Hello(Message):
+    """First message of every connection."""
+
+    protocol: int
+    software: Text = ""
+    purpose: Literal["engine", "ctl", "self"] = "ctl"
+
+
+class Status(Message):
+    """Ask for the whole state; answered by StatusReply."""
+
+
+class Attach(Message):
+    """Ask for the generation that matches `key`, and hold a lease on it for as long as the connection lives.
+
+    With `wait`, a matching cache that is still loading is answered by Loading again and again until it is final.
+    """
+
+    key: WeightCacheKey
+    wait: bool = True
+
+
+class Memory(Message):
+    """Ask how many device bytes the generation matching `key` holds; answered as Attach is, without descriptors."""
+
+    key: WeightCacheKey
+
+
+class Release(Message):
+    """The engine has its own copy: free the generation it leased once no other lease holds it. Answered by Done."""
+
+
+class Rejoin(Message):
+    """Renew a lease after the daemon was restarted, on exactly the generation that is mapped already."""
+
+    cache: Name
+    generation: Count
+    index_digest: Name
+
+
+class Reload(Message):
+    """Read the manifest again and load what changed, failed or was released; Progress*, then ReloadReply.
+
+    With `force`, load everything anew. `caches` limits it to names like "llama-8b/target"; empty means all.
+    """
+
+    caches: list[Name] = []
+    force: bool = False
+
+
+class Drop(Message):
+    """Free one cache; refused while engines hold leases unless `force`. Answered by Done or Refused."""
+
+    cache: Name
+    force: bool = False
+
+
+class Verify(Message):
+    """Hand out a generation so that the client can recompute its digests; answered as Attach is. No lease is counted."""
+
+    cache: Name
+
+
+# ---- daemon to client
+
+
+class Welcome(Message):
+    """The connection is accepted."""
+
+    protocol: int
+    device: Name
+    pid: Count
+    software: Text = ""
+
+
+class Refused(Message):
+    """The request or connection is refused; `code` is stable (errors.py), `message` is for a person."""
+
+    code: Name
+    message: Text
+
+
+class Ready(Message):
+    """The key matches. `descriptors` follow in Descriptors packets: the index first, then the segments in order.
+
+    For Memory the counts are given and nothing follows. `nbytes` counts device memory, private segment included.
+    """
+
+    cache: Name
+    generation: Count
+    nbytes: Count
+    segment_nbytes: list[Count]
+    index_digest: Name
+    descriptors: Count = 0
+
+
+class Descriptors(Message):
+    """The next descriptors, number `first` on; at most 250 a packet."""
+
+    first: Count
+
+
+class Loading(Message):
+    """A matching cache is being loaded. `eta_s` is None until it can be estimated."""
+
+    cache: Name
+    phase: Text
+    done_bytes: Count = 0
+    total_bytes: Count = 0
+    eta_s: float | None = None
+
+
+class FieldMismatch(msgspec.Struct, frozen=True, array_like=True):
+    """One field of the key that differs, with both values as text."""
+
+    field: Name
+    cached: Text
+    asked: Text
+
+
+class Mismatch(Message):
+    """No cache has this key; `fields` compares with the nearest one."""
+
+    cache: Name
+    fields: list[FieldMismatch]
+
+
+class NeedDigest(Message):
+    """The daemon cannot decide on the checkpoint yet: send the request again with the digest of `rung` filled in."""
+
+    rung: Literal["sample", "full"]
+    files: list[Name] = []
+
+
+class Absent(Message):
+    """The daemon has no cache in this role at all."""
+
+    reason: Text
+
+
+class Failed(Message):
+    """The matching cache failed to load."""
+
+    cache: Name
+    error: Text
+
+
+class Released(Message):
+    """The matching cache was released by an engine in copy mode; reload brings it back."""
+
+    cache: Name
+
+
+class Done(Message):
+    """The request was carried out."""
+
+
+class Rejoined(Message):
+    """The lease is renewed."""
+
+
+class Progress(Message):
+    """One cache's progress during Reload."""
+
+    cache: Name
+    phase: Text
+    done_bytes: Count = 0
+    total_bytes: Count = 0
+    eta_s: float | None = None
+
+
+class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reload did to one cache."""
+
+    cache: Name
+    outcome: Literal["loaded", "unchanged", "failed", "dropped"]
+    generation: Count = 0
+    seconds: float = 0.0
+    error: Text = ""
+
+
+class ReloadReply(Message):
+    """The reload is over. `error` is set when the manifest itself was refused; then nothing was changed."""
+
+    outcomes: list[CacheOutcome] = []
+    error: Text = ""
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    since: float
+
+
+class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One cache as `weightcachectl status --json` prints it; other tools read these names."""
+
+    name: Name
+    role: Role
+    state: CacheState
+    generation: Count
+    source: Literal["loaded", "adopted"]
+    bytes: Count
+    segments: Count
+    tensors: Count
+    load_seconds: float
+    phase: Text
+    done_bytes: Count
+    total_bytes: Count
+    error: Text
+    engines: list[EngineStatus]
+    eta_s: float | None = None
+
+
+class StatusReply(Message):
+    """The daemon's whole state. `since` is in seconds since the epoch."""
+
+    device: Name
+    pid: Count
+    state: CacheState
+    since: float
+    caches: list[CacheStatus]
+    manifest: Text = ""
+    manifest_error: Text = ""
+    software: Text = ""
+
+
+# ---- loader child to daemon (over the socketpair)
+
+
+class LoaderProgress(Message):
+    """Where the loader is. Bytes count within the phase."""
+
+    phase: Text
+    done_bytes: Count = 0
+    total_bytes: Count = 0
+
+
+class LoaderKey(Message):
+    """The key, sent before weights are read: engines that start meanwhile learn that their cache is coming."""
+
+    key: WeightCacheKey
+
+
+class LoaderIndex(Message):
+    """The index, in one descriptor; `segments` descriptors follow in Descriptors packets."""
+
+    segments: Count
+    peak_bytes: Count = 0
+
+
+class LoaderFailed(Message):
+    """The load failed with a reason a person can act on. `permanent`: a retry without a change is pointless."""
+
+    code: Name
+    message: Text
+    permanent: bool = False
+
+
+Request = Hello | Status | Attach | Memory | Release | Rejoin | Reload | Drop | Verify
+Reply = (
+    Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released
+    | Done | Rejoined | Progress | ReloadReply | StatusReply
+)  # fmt: skip
+LoaderMessage = LoaderProgress | LoaderKey | LoaderIndex | LoaderFailed | Descriptors
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+_loader = msgspec.msgpack.Decoder(LoaderMessage)
+
+
+def encode(message: Message) -> bytes:
+    """The message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """A client's message. Raises ProtocolError with the path of what is wrong."""
+    return _decode(_requests, data)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """A daemon's message. Raises ProtocolError with the path of what is wrong."""
+    return _decode(_replies, data)
+
+
+def decode_loader(data: bytes) -> LoaderMessage:
+    """A loader child's message. Raises ProtocolError with the path of what is wrong."""
+    return _decode(_loader, data)
+
+
+_T = TypeVar("_T")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    # RecursionError: deeply nested msgpack from a hostile peer.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"message does not decode: {e}") from e
