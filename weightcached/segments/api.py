@@ -35,11 +35,27 @@ class WritableSegment(Protocol):
         ...
 
 
+class PrivateCopy(Protocol):
+    """Memory of this process alone, e.g. of the private segment."""
+
+    def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        """uint8, shape (nbytes,), writable, with a storage of its own that keeps the copy alive."""
+        ...
+
+
 class Mapping(Protocol):
     """All segments of one index, mapped for reading. Lives as long as any tensor over it, or until closed."""
 
-    def tensor(self, segment: int) -> torch.Tensor:
-        """uint8, shape (nbytes of that segment,). Whether writing faults or stays private is the backend's promise."""
+    def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        """uint8, shape (nbytes,), with a storage of its own that begins at the offset and keeps the mapping alive.
+
+        A storage of its own, since torch.compile and CUDA graphs take tensors of one storage for aliases. Whether
+        writing faults or stays private is the backend's promise.
+        """
+        ...
+
+    def private_copy(self, segment: int) -> PrivateCopy:
+        """This process's own writable copy of one segment, made in one operation."""
         ...
 
     def close(self) -> None:

@@ -43,9 +43,7 @@ def align_up(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def plan_segments(
-    storages: Sequence[StorageSpec], *, granularity: int, segment_nbytes: int = SEGMENT_NBYTES
-) -> Layout:
+def plan_segments(storages: Sequence[StorageSpec], *, granularity: int, segment_nbytes: int = SEGMENT_NBYTES) -> Layout:
     """Place storages into segments, keeping their order.
 
     Shared segments hold at most about `segment_nbytes`; a larger storage gets a segment of its own. Small and
@@ -53,7 +51,9 @@ def plan_segments(
     segments. Raises LayoutError for a storage of 0 bytes and for sizes that are no multiples.
     """
     if segment_nbytes % granularity or granularity % ALIGN_BYTES:
-        raise LayoutError(f"segments of {segment_nbytes} bytes do not fit granularity {granularity}, align {ALIGN_BYTES}")
+        raise LayoutError(
+            f"segments of {segment_nbytes} bytes do not fit granularity {granularity}, align {ALIGN_BYTES}"
+        )
     shared: list[int] = []
     private_used = 0
     placed: list[tuple[bool, int, int]] = []

@@ -1,0 +1,291 @@
+"""Bind a tensor index to a model built on the meta device.
+
+The loader child attaches each generation with this same code before it publishes it (weightcached/loader/proof.py),
+so what is proven there is what an engine does. Every tensor of the model comes from the index; one that does not is
+an error, never uninitialised memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from weightcache_loader.values import decode_value
+from weightcache_loader.walk import TensorSlot, tensors, type_name, walk
+from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
+from weightcached.index import TensorIndex, TensorRecord
+from weightcached.segments.api import Mapping, PrivateCopy
+
+_PATH_TOKEN = re.compile(r"\[(-?\d+|'(?:[^'\\]|\\.)*')\]|([^.\[\]]+)")
+
+
+class Storages:
+    """The storages of one index as torch storages, each made once and owned by the tensors over it.
+
+    With `copy`, every storage is this process's own; otherwise only those of private segments are.
+    """
+
+    def __init__(self, index: TensorIndex, mapping: Mapping, device: torch.device, *, copy: bool) -> None:
+        self._index = index
+        self._mapping = mapping
+        self._device = device
+        self._copy = copy
+        self._private: dict[int, PrivateCopy] = {}
+        self._made: dict[tuple[int, bool], torch.UntypedStorage] = {}
+
+    def get(self, number: int | None, *, on_host: bool) -> torch.UntypedStorage:
+        """Storage `number`; None is an empty one. on_host storages are copied out of device memory."""
+        host = on_host and self._device.type != "cpu"
+        if number is None:
+            return torch.empty(0, dtype=torch.uint8, device="cpu" if host else self._device).untyped_storage()
+        made = self._made.get((number, host))
+        if made is None:
+            view = self._view(number)
+            if host:
+                view = view.cpu()
+            made = self._made[number, host] = view.untyped_storage()
+        return made
+
+    def _view(self, number: int) -> torch.Tensor:
+        record = self._index.storages[number]
+        if self._index.segments[record.segment].private:
+            copy = self._private.get(record.segment)
+            if copy is None:
+                copy = self._private[record.segment] = self._mapping.private_copy(record.segment)
+            return copy.view(record.offset_bytes, record.nbytes)
+        view = self._mapping.view(record.segment, record.offset_bytes, record.nbytes)
+        return view.clone() if self._copy else view
+
+
+def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
+    """The tensor that a record describes, over its storage. Raises IndexFormatError where it would reach outside."""
+    dtype = getattr(torch, record.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise IndexFormatError(f"tensor {record.names[0]}: this torch has no dtype {record.dtype!r}")
+    storage = storages.get(record.storage, on_host=record.on_host)
+    if 0 not in record.shape:
+        last = record.storage_offset + sum((n - 1) * step for n, step in zip(record.shape, record.stride, strict=True))
+        if (last + 1) * dtype.itemsize > storage.nbytes():
+            raise IndexFormatError(
+                f"tensor {record.names[0]} reaches to byte {(last + 1) * dtype.itemsize} of a storage of {storage.nbytes()}"
+            )
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, record.storage_offset, record.shape, record.stride)
+
+
+def skeleton_of(model: nn.Module) -> str:
+    """Digest of a freshly built model's structure: names, shapes, dtypes, and classes of all that hangs in it."""
+    digest = hashlib.sha256()
+    for slot in walk(model):
+        if isinstance(slot, TensorSlot):
+            t = slot.tensor
+            line = f"{slot.path} {slot.kind} {slot.persistent} {t.dtype} {tuple(t.shape)} {type_name(type(t))}"
+        elif slot.restorable:
+            continue
+        else:
+            line = f"{slot.path} {slot.wire}"
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+class Binder:
+    """Puts the index's tensors and values into one model."""
+
+    def __init__(self, model: nn.Module, index: TensorIndex, storages: Storages) -> None:
+        self._model = model
+        self._index = index
+        self._storages = storages
+        self._bound: dict[str, torch.Tensor] = {}
+
+    def attach(self, run_hooks: Callable[[], None]) -> None:
+        """Bind all tensors, run the post-processing hooks, bind what the hooks replaced, set values, check.
+
+        Raises IndexFormatError or UnsupportedQuantForIPCError naming the path; the model is unusable then.
+        """
+        self._bind_all(may_be_absent=True)
+        run_hooks()
+        self._bind_all(may_be_absent=False)
+        self._remove_unknown()
+        for plan in self._index.modules:
+            for path, raw in plan.values.items():
+                self._set_value(path, raw)
+        self._check()
+
+    def _bind_all(self, *, may_be_absent: bool) -> None:
+        for record in self._index.tensors:
+            tensor = self._bound.get(record.names[0])
+            for name in record.names:
+                try:
+                    owner, leaf = resolve_owner(self._model, name)
+                except (AttributeError, KeyError, IndexError) as e:
+                    if may_be_absent:
+                        continue
+                    raise UnsupportedQuantForIPCError(f"{name}: nothing here to hang the tensor on ({e})") from e
+                if tensor is None:
+                    tensor = self._bound[record.names[0]] = self._make(record, current(owner, leaf))
+                if current(owner, leaf) is not tensor:
+                    hang(owner, leaf, tensor, record)
+
+    def _make(self, record: TensorRecord, template: Any) -> torch.Tensor:
+        tensor = tensor_of(record, self._storages)
+        if record.kind != "parameter":
+            return tensor
+        # Loaders of LoRA adapters and later reloads read a parameter's class and attributes (input_dim, weight_loader).
+        if isinstance(template, nn.Parameter) and type_name(type(template)) == (record.param_class or _PLAIN):
+            parameter = torch.Tensor._make_subclass(type(template), tensor, False)
+            parameter.__dict__.update(template.__dict__)
+            return parameter
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        parameter.__dict__.update(getattr(template, "__dict__", {}))
+        return parameter
+
+    def _remove_unknown(self) -> None:
+        known = {name for record in self._index.tensors for name in record.names}
+        for slot in list(tensors(self._model)):
+            if slot.path in known or not slot.tensor.is_meta:
+                continue
+            owner, leaf = resolve_owner(self._model, slot.path)
+            remove(owner, leaf)
+
+    def _set_value(self, path: str, raw: msgspec.Raw) -> None:
+        try:
+            owner, leaf = resolve_owner(self._model, path)
+        except (AttributeError, KeyError, IndexError) as e:
+            raise UnsupportedQuantForIPCError(f"{path}: nothing here to set the value on ({e})") from e
+        value = decode_value(raw)
+        if isinstance(owner, nn.Module) and value is None and leaf in owner._parameters.keys() | owner._buffers.keys():
+            (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = None
+        elif isinstance(owner, list | dict):
+            owner[leaf] = value
+        else:
+            object.__setattr__(owner, leaf, value)
+
+    def _check(self) -> None:
+        for slot in tensors(self._model):
+            if slot.tensor.is_meta:
+                raise UnsupportedQuantForIPCError(
+                    f"{slot.path}: still on the meta device, the index has no tensor for it"
+                )
+
+
+_PLAIN = type_name(nn.Parameter)
+
+
+def resolve_owner(model: nn.Module, path: str) -> tuple[Any, Any]:
+    """(object, attribute name) or (container, key) that the path's last step names. Raises as the steps do."""
+    head, _, leaf = path.rpartition(".")
+    if "[" not in path:
+        # By far the most paths, and thousands of them.
+        return (model.get_submodule(head), leaf) if _is_module_path(model, head) else (_follow(model, head), leaf)
+    *steps, last = _steps(path)
+    owner: Any = model
+    for step in steps:
+        owner = _step(owner, step)
+    return owner, last
+
+
+def _is_module_path(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _follow(model: nn.Module, path: str) -> Any:
+    owner: Any = model
+    for step in path.split("."):
+        owner = _step(owner, step)
+    return owner
+
+
+def _steps(path: str) -> list[Any]:
+    steps: list[Any] = []
+    for match in _PATH_TOKEN.finditer(path):
+        key, name = match.groups()
+        if name is not None:
+            steps.append(name)
+        else:
+            steps.append(int(key) if not key.startswith("'") else key[1:-1].encode().decode("unicode_escape"))
+    return steps
+
+
+def _step(owner: Any, step: Any) -> Any:
+    return owner[step] if isinstance(owner, list | tuple | dict) else getattr(owner, step)
+
+
+def current(owner: Any, leaf: Any) -> Any:
+    """What hangs there now, or None."""
+    if isinstance(owner, list | tuple):
+        return owner[leaf]
+    if isinstance(owner, dict):
+        return owner.get(leaf)
+    return getattr(owner, leaf, None)
+
+
+def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord) -> None:
+    """Put the tensor there as the record's kind. Raises UnsupportedQuantForIPCError for an owner that cannot take it."""
+    if isinstance(owner, tuple):
+        raise UnsupportedQuantForIPCError(f"{record.names[0]}: a tensor inside a tuple cannot be replaced")
+    if isinstance(owner, list | dict):
+        owner[leaf] = tensor
+        return
+    if not isinstance(owner, nn.Module):
+        object.__setattr__(owner, leaf, tensor)
+        return
+    remove(owner, leaf)
+    if record.kind == "parameter":
+        owner._parameters[leaf] = tensor  # type: ignore[assignment]
+    elif record.kind == "buffer":
+        owner.register_buffer(leaf, tensor, persistent=record.persistent)
+    else:
+        owner.__dict__[leaf] = tensor
+
+
+def remove(owner: Any, leaf: Any) -> None:
+    """Take whatever hangs there away; nothing is fine too."""
+    if isinstance(owner, nn.Module):
+        for registry in (owner._parameters, owner._buffers, owner.__dict__):
+            registry.pop(leaf, None)
+        owner._non_persistent_buffers_set.discard(leaf)
+    elif isinstance(owner, dict):
+        owner.pop(leaf, None)
+    elif isinstance(owner, list):
+        owner[leaf] = None
+    elif hasattr(owner, leaf):
+        object.__delattr__(owner, leaf)
+
+
+def copy_into(model: nn.Module, index: TensorIndex, storages: Storages) -> int:
+    """Copy the index's parameters and buffers in place into a model that has them all; returns the tensors copied.
+
+    Raises IndexFormatError before anything is written when the model has other names, shapes or dtypes.
+    """
+    present = {slot.path: slot.tensor for slot in tensors(model)}
+    pairs: list[tuple[torch.Tensor, TensorRecord]] = []
+    for record in _registered(index.tensors):
+        target = present.get(record.names[0])
+        if target is None:
+            raise IndexFormatError(
+                f"the model has no tensor {record.names[0]}: it was built or post-processed otherwise"
+            )
+        if list(target.shape) != record.shape or str(target.dtype) != f"torch.{record.dtype}":
+            raise IndexFormatError(
+                f"tensor {record.names[0]} is {target.dtype} {tuple(target.shape)} in the model and "
+                f"torch.{record.dtype} {tuple(record.shape)} in the cache"
+            )
+        pairs.append((target, record))
+    with torch.no_grad():
+        for target, record in pairs:
+            target.data.copy_(tensor_of(record, storages))
+    return len(pairs)
+
+
+def _registered(records: Iterable[TensorRecord]) -> Iterable[TensorRecord]:
+    return (record for record in records if record.kind != "attribute")

@@ -1,0 +1,262 @@
+"""The engine's side of the protocol: attach to a generation, keep the lease, rejoin a restarted daemon.
+
+Knows nothing of vLLM or torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from weightcached.wire.client import Connection
+
+from weightcached import __version__
+from weightcached import index as index_format
+from weightcached.errors import (
+    CacheConfigMismatchError,
+    ProtocolError,
+    WeightcachedError,
+    WeightCacheUnavailableError,
+)
+from weightcached.identity import with_full, with_sample
+from weightcached.key import WeightCacheKey
+from weightcached.wire.fds import OwnedFd, close_all, read_sealed
+from weightcached.wire.messages import (
+    Absent,
+    Attach,
+    Failed,
+    FieldMismatch,
+    Loading,
+    Mismatch,
+    NeedDigest,
+    Ready,
+    Refused,
+    Rejoin,
+    Rejoined,
+    Release,
+    Released,
+    Reply,
+)
+
+log = logging.getLogger("vllm.weightcached")
+
+SOFTWARE = f"weightcached {__version__}"
+_PROGRESS_LOG_INTERVAL_S = 5.0
+# A daemon says Loading about once a second; silence for this long is a wedged daemon.
+_SILENCE_S = 30.0
+_DIGEST_ROUNDS = 3
+_REJOIN_FIRST_S = 0.2
+_REJOIN_MAX_S = 2.0
+
+
+class Attachment(NamedTuple):
+    """A lease on one generation: the connection, the index, and the segments' descriptors (owned here)."""
+
+    connection: Connection
+    ready: Ready
+    index: index_format.TensorIndex
+    fds: list[OwnedFd]
+
+    def close(self) -> None:
+        close_all(self.fds)
+        self.connection.close()
+
+
+def attach(path: Path, key: WeightCacheKey, *, connect_timeout_s: float, state_timeout_s: float) -> Attachment:
+    """Attach to the generation that matches `key`, waiting up to `state_timeout_s` while it loads.
+
+    Raises WeightCacheUnavailableError and CacheConfigMismatchError with the one reason; RuntimePathError and
+    ProtocolError for a socket or daemon that cannot be trusted.
+    """
+    connection = Connection.connect(path, timeout_s=connect_timeout_s, purpose="engine", software=SOFTWARE)
+    try:
+        ready = _final_answer(connection, key, time.monotonic() + state_timeout_s)
+        fds = connection.receive_descriptors(ready.descriptors, connect_timeout_s)
+        try:
+            return Attachment(connection, ready, _read_index(ready, fds.pop(0)), fds)
+        except BaseException:
+            close_all(fds)
+            raise
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _read_index(ready: Ready, fd: OwnedFd) -> index_format.TensorIndex:
+    with fd:
+        try:
+            data = read_sealed(fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
+        except ValueError as e:
+            raise ProtocolError(f"the index of {ready.cache}: {e}") from e
+    if index_format.digest_of(data) != ready.index_digest:
+        raise ProtocolError(f"the index of {ready.cache} is not the one that the daemon announced")
+    index = index_format.decode(data)
+    if len(index.segments) != ready.descriptors - 1:
+        raise ProtocolError(
+            f"{ready.cache} has {len(index.segments)} segments, {ready.descriptors - 1} descriptors came"
+        )
+    return index
+
+
+def _final_answer(connection: Connection, key: WeightCacheKey, deadline: float) -> Ready:
+    wait = deadline > time.monotonic()
+    reply = connection.request(Attach(key=key, wait=wait), _SILENCE_S)
+    progress = _Progress()
+    rounds = 0
+    while True:
+        if isinstance(reply, Loading):
+            progress.note(reply)
+            if time.monotonic() >= deadline:
+                raise WeightCacheUnavailableError(
+                    f"{reply.cache} is still loading ({reply.phase}); raise state_timeout_s to wait longer, "
+                    "'weightcachectl status' shows how far it is"
+                )
+            reply = connection.receive(_SILENCE_S)[0]
+        elif isinstance(reply, NeedDigest):
+            rounds += 1
+            if rounds > _DIGEST_ROUNDS:
+                raise ProtocolError("the daemon asks for the same digest again and again")
+            key = _with_digest(key, reply)
+            reply = connection.request(Attach(key=key, wait=wait), _SILENCE_S)
+        else:
+            return _ready_or_raise(reply)
+
+
+def _with_digest(key: WeightCacheKey, need: NeedDigest) -> WeightCacheKey:
+    log.info("comparing the checkpoint with the cached one by %s digest: %s", need.rung, key.checkpoint.root)
+    fill = with_sample if need.rung == "sample" else with_full
+    return msgspec.structs.replace(key, checkpoint=fill(key.checkpoint))
+
+
+def _ready_or_raise(reply: Reply) -> Ready:
+    match reply:
+        case Ready():
+            return reply
+        case Mismatch():
+            raise CacheConfigMismatchError(f"{reply.cache} is cached with another key: {mismatch_text(reply.fields)}")
+        case Absent():
+            raise WeightCacheUnavailableError(f"the daemon has no such cache: {reply.reason}")
+        case Failed():
+            raise WeightCacheUnavailableError(f"{reply.cache} failed to load: {reply.error}")
+        case Released():
+            raise WeightCacheUnavailableError(
+                f"{reply.cache} was released to an engine in copy mode; 'weightcachectl reload' brings it back"
+            )
+        case Refused():
+            raise WeightCacheUnavailableError(f"the daemon refused: {reply.message}")
+        case _:
+            raise ProtocolError(f"the daemon answered Attach with {type(reply).__name__}")
+
+
+def mismatch_text(fields: list[FieldMismatch]) -> str:
+    """Names and both values, e.g. `dtype is torch.bfloat16, asked torch.float16`."""
+    return "; ".join(f"{f.field} is {f.cached}, asked {f.asked}" for f in fields)
+
+
+class _Progress:
+    """One log line every few seconds while a cache loads."""
+
+    def __init__(self) -> None:
+        self._logged_at = 0.0
+
+    def note(self, loading: Loading) -> None:
+        now = time.monotonic()
+        if now - self._logged_at < _PROGRESS_LOG_INTERVAL_S:
+            return
+        self._logged_at = now
+        eta = f", {loading.eta_s:.0f} s left" if loading.eta_s is not None else ""
+        log.info(
+            "waiting for %s: %s %.1f of %.1f GiB%s",
+            loading.cache, loading.phase, loading.done_bytes / 2**30, loading.total_bytes / 2**30, eta,
+        )  # fmt: skip
+
+
+def release(attachment: Attachment, *, timeout_s: float) -> None:
+    """Copy mode: tell the daemon that it may free the generation, and give the lease back."""
+    try:
+        reply = attachment.connection.request(Release(), timeout_s)
+        if isinstance(reply, Refused):
+            log.warning("the daemon keeps %s: %s", attachment.ready.cache, reply.message)
+    except WeightcachedError as e:
+        log.warning("could not ask the daemon to free %s: %s", attachment.ready.cache, e)
+    finally:
+        attachment.close()
+
+
+class Lease:
+    """Keeps the connection of a mapped generation, and rejoins the daemon after a restart, in a thread of its own.
+
+    The mapped weights need neither: this is so that `weightcachectl status` shows the engine and that the daemon
+    knows whom a drop would concern.
+    """
+
+    def __init__(self, connection: Connection, path: Path, ready: Ready) -> None:
+        self._connection = connection
+        self._path = path
+        self._ready = ready
+        self._stop = threading.Event()
+        self.connected = threading.Event()
+        self.connected.set()
+        # A daemon thread: it must not keep a finished engine alive.
+        self._thread = threading.Thread(target=self._keep, name="weightcached-lease", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the lease; may be called twice."""
+        self._stop.set()
+        self._connection.close()
+
+    def _keep(self) -> None:
+        while not self._stop.is_set():
+            if not self._wait_for_end():
+                return
+            self.connected.clear()
+            log.warning(
+                "the daemon of %s is gone; the engine goes on with the weights it has mapped", self._ready.cache
+            )
+            if not self._rejoin():
+                return
+            self.connected.set()
+            log.info("rejoined the daemon of %s, generation %d", self._ready.cache, self._ready.generation)
+
+    def _wait_for_end(self) -> bool:
+        fd = self._connection.fileno()
+        if fd < 0:
+            return False
+        poll = select.poll()
+        poll.register(fd, select.POLLIN | select.POLLRDHUP)
+        poll.poll()
+        return not self._stop.is_set()
+
+    def _rejoin(self) -> bool:
+        self._connection.close()
+        delay_s = _REJOIN_FIRST_S
+        while not self._stop.wait(delay_s):
+            delay_s = min(2 * delay_s, _REJOIN_MAX_S)
+            try:
+                connection = Connection.connect(
+                    self._path, timeout_s=_REJOIN_MAX_S, purpose="engine", software=SOFTWARE
+                )
+            except WeightcachedError:
+                continue
+            try:
+                rejoin = Rejoin(
+                    cache=self._ready.cache, generation=self._ready.generation, index_digest=self._ready.index_digest
+                )
+                reply = connection.request(rejoin, _REJOIN_MAX_S)
+            except WeightcachedError:
+                connection.close()
+                continue
+            if isinstance(reply, Rejoined):
+                self._connection = connection
+                return True
+            connection.close()
+            if isinstance(reply, Refused):
+                log.warning("the restarted daemon no longer has what this engine maps: %s", reply.message)
+                return False
+        return False

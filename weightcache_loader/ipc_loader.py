@@ -1,0 +1,253 @@
+"""IpcModelLoader: vLLM's load format `ipc_cache`, served by weightcached.
+
+One decision per engine: at the first of memory query and load the plug-in attaches, keeps the lease, and uses the
+same answer for both. All ranks map or none does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from weightcache_loader import attach as binding
+from weightcache_loader import client, engine
+from weightcache_loader.options import LoaderOptions, parse_options
+from weightcached.errors import (
+    CacheConfigMismatchError,
+    UnsupportedPlatformForIPCError,
+    UnsupportedQuantForIPCError,
+    WeightcachedError,
+    WeightCacheUnavailableError,
+)
+from weightcached.paths import socket_path
+from weightcached.segments.api import Mapping, open_backend
+
+log = init_logger("vllm.weightcached")
+
+
+class Decision(NamedTuple):
+    """What this process found at its first question: an attachment, or the reason why there is none."""
+
+    attachment: client.Attachment | None
+    reason: WeightcachedError | None
+
+
+# By role and until the load that uses it: vLLM makes a new loader object for every question.
+_decisions: dict[str, Decision] = {}
+# Leases of the models loaded in this process, for as long as it lives.
+_leases: list[client.Lease] = []
+
+
+class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
+    """Loads a model by mapping a weightcached generation; options as in options.LoaderOptions.
+
+    Raises, with fallback off: WeightCacheUnavailableError, CacheConfigMismatchError, UnsupportedQuantForIPCError,
+    UnsupportedPlatformForIPCError. With fallback on each of them is logged once and the model loads from disk.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self.options: LoaderOptions = parse_options(load_config.model_loader_extra_config, load_config.load_format)
+
+    def get_external_weight_memory(self, vllm_config: Any) -> int:
+        """Bytes of device memory that the mapped generation holds outside this process; 0 when it loads from disk."""
+        if self.options.mode == "copy":
+            return 0
+        decision = self._decide(vllm_config, self._model_config(vllm_config))
+        if decision.attachment is None:
+            return 0
+        return sum(s.nbytes for s in decision.attachment.index.segments if not s.private)
+
+    def download_model(self, model_config: Any) -> None:
+        """Fetch the checkpoint as the fallback would."""
+        self._disk_loader().download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Copy the cache's tensors in place into a model that is built already, whatever `fallback` says.
+
+        Raises IndexFormatError, before anything is written, when names, shapes or dtypes differ, and the reason when
+        the cache cannot be used.
+        """
+        from vllm.config import get_current_vllm_config
+
+        attachment = self._attach(get_current_vllm_config(), model_config)
+        try:
+            mapping, device = self._map(attachment)
+            try:
+                storages = binding.Storages(attachment.index, mapping, device, copy=False)
+                count = binding.copy_into(model, attachment.index, storages)
+            finally:
+                mapping.close()
+        finally:
+            attachment.close()
+        log.info("copied %d tensors of %s into the model", count, attachment.ready.cache)
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        """The model, mapped from the cache or loaded from disk."""
+        decision = self._decide(vllm_config, model_config)
+        _decisions.pop(self.options.role, None)
+        if decision.attachment is not None:
+            result = self._map_model(vllm_config, model_config, prefix, decision.attachment)
+            if isinstance(result, nn.Module):
+                return result
+            decision = Decision(None, result)
+        return self._fall_back(vllm_config, model_config, prefix, decision.reason)
+
+    def _model_config(self, vllm_config: Any) -> Any:
+        if self.options.is_draft:
+            return vllm_config.speculative_config.draft_model_config
+        return vllm_config.model_config
+
+    def _decide(self, vllm_config: Any, model_config: Any) -> Decision:
+        decision = _decisions.get(self.options.role)
+        if decision is None:
+            try:
+                decision = Decision(self._attach(vllm_config, model_config), None)
+            except (WeightcachedError, OSError) as e:
+                reason = e if isinstance(e, WeightcachedError) else WeightCacheUnavailableError(str(e))
+                decision = Decision(None, reason)
+            if not all_ranks(decision.attachment is not None, self.options.role) and decision.attachment is not None:
+                decision.attachment.close()
+                decision = Decision(None, WeightCacheUnavailableError("another rank of this engine cannot attach"))
+            _decisions[self.options.role] = decision
+        return decision
+
+    def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
+        check_supported(vllm_config, self.options)
+        attachment = client.attach(
+            self._socket_path(),
+            engine.build_key(vllm_config, model_config, role=self.options.role),
+            connect_timeout_s=self.options.connect_timeout_s,
+            state_timeout_s=self.options.state_timeout_s,
+        )
+        if (stage := engine.stage_of_platform()) != attachment.index.stage:
+            attachment.close()
+            raise CacheConfigMismatchError(
+                f"the cache holds {attachment.index.stage} weights, this engine needs {stage}"
+            )
+        return attachment
+
+    def _socket_path(self) -> Path:
+        if self.options.socket_path:
+            return Path(self.options.socket_path)
+        return socket_path(engine.device_of_worker(), self.options.directory())
+
+    def _map(self, attachment: client.Attachment) -> tuple[Mapping, torch.device]:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            backend, device = open_backend("cpu0"), torch.device("cpu")
+        else:
+            backend = open_backend(engine.device_of_worker())
+            device = torch.device("cuda", torch.cuda.current_device())
+        return backend.map(attachment.fds, [s.nbytes for s in attachment.index.segments]), device
+
+    def _map_model(
+        self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
+    ) -> nn.Module | WeightcachedError:
+        model: nn.Module | None = None
+        reason: WeightcachedError | None = None
+        with engine.isolated_build(vllm_config, keep=True) as build:
+            try:
+                model = self._build(vllm_config, model_config, prefix, attachment)
+            except WeightcachedError as e:
+                reason = e
+            except Exception as e:
+                log.exception("attaching %s failed", attachment.ready.cache)
+                reason = WeightCacheUnavailableError(f"attaching failed: {type(e).__name__}: {e}")
+            if not all_ranks(model is not None, self.options.role):
+                model, reason = (
+                    None,
+                    reason or WeightCacheUnavailableError("another rank of this engine failed to attach"),
+                )
+            build.keep = model is not None
+        if model is None:
+            attachment.close()
+            assert reason is not None
+            return reason
+        if self.options.mode == "copy":
+            client.release(attachment, timeout_s=self.options.connect_timeout_s)
+        else:
+            _leases.append(client.Lease(attachment.connection, self._socket_path(), attachment.ready))
+        return model.eval()
+
+    def _build(self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment) -> nn.Module:
+        index = attachment.index
+        began = time.perf_counter()
+        model = engine.build_on_meta(vllm_config, model_config, prefix)
+        built = time.perf_counter()
+        if binding.skeleton_of(model) != index.skeleton:
+            raise CacheConfigMismatchError(
+                f"{attachment.ready.cache}: the layers that this engine builds differ from the cached ones in a name, "
+                "shape, dtype or kernel class"
+            )
+        mapping, device = self._map(attachment)
+        try:
+            storages = binding.Storages(index, mapping, device, copy=self.options.mode == "copy")
+            hooks = time.perf_counter()
+            binder = binding.Binder(model, index, storages)
+            binder.attach(lambda: engine.run_hooks(model, model_config, device, stage=index.stage))
+        finally:
+            # The tensors keep what they need.
+            mapping.close()
+        done = time.perf_counter()
+        log.info(
+            "attached %s generation %d: %d tensors, %.2f GiB in %d segments (%s); build %.0f ms, map %.0f ms, bind %.0f ms",
+            attachment.ready.cache, attachment.ready.generation, len(index.tensors), index.nbytes / 2**30,
+            len(index.segments), self.options.mode, 1e3 * (built - began), 1e3 * (hooks - built), 1e3 * (done - hooks),
+        )  # fmt: skip
+        return model
+
+    def _fall_back(
+        self, vllm_config: Any, model_config: Any, prefix: str, reason: WeightcachedError | None
+    ) -> nn.Module:
+        assert reason is not None
+        if not self.options.fallback:
+            raise reason
+        log.warning("loading from disk (%s): %s", self.options.fallback_load_format, reason)
+        return self._disk_loader().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+    def _disk_loader(self) -> Any:
+        disk = dataclasses.replace(
+            self.load_config,
+            load_format=self.options.fallback_load_format,
+            model_loader_extra_config=self.options.fallback_extra_config,
+        )
+        return get_model_loader(disk)
+
+
+def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
+    """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError, UnsupportedQuantForIPCError."""
+    if not engine.stage_of_platform():
+        from vllm.platforms import current_platform
+
+        raise UnsupportedPlatformForIPCError(f"platform {current_platform.device_name} has no segment backend")
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        raise UnsupportedQuantForIPCError("enable_eplb moves experts while serving: leave it out to use the cache")
+    if options.mode == "zero_copy" and getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise UnsupportedPlatformForIPCError("enable_sleep_mode frees weights that others map: use mode copy")
+    offload = getattr(vllm_config, "offload_config", None)
+    uva = getattr(offload, "uva", None)
+    if getattr(uva, "cpu_offload_gb", 0) or getattr(vllm_config.cache_config, "cpu_offload_gb", 0):
+        raise UnsupportedPlatformForIPCError("cpu_offload_gb moves weights out of device memory: set it to 0")
+
+
+def all_ranks(ok: bool, role: str) -> bool:
+    """Whether every rank says yes; one small collective, none where the rank is alone."""
+    from vllm.distributed import get_tp_group, get_world_group
+
+    # Only the last pipeline stage loads a draft, so the world would wait for ranks that never come.
+    group = get_tp_group() if role == "draft" else get_world_group()
+    if group.world_size == 1:
+        return ok
+    flag = torch.tensor([int(ok)], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())

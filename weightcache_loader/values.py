@@ -1,0 +1,114 @@
+"""Typed values that may cross the index: a closed list, each with its codec. Nothing here is ever executed.
+
+Plain Python scalars and containers travel as msgpack; everything else as a one-key map {"$tag": …}. Classes and
+enum members are named by import path and are accepted on decoding only where the caller's check allows the object.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from typing import Any
+
+import msgspec
+import torch
+
+from weightcached.errors import IndexFormatError
+
+_Scalar = (type(None), bool, int, float, str)
+
+
+class NotAValue(Exception):
+    """The object is of no type on the list."""
+
+
+def to_wire(value: Any) -> Any:
+    """The value as msgpack-able data. Raises NotAValue."""
+    if isinstance(value, enum.Enum):
+        return {"$enum": [type(value).__module__, type(value).__qualname__, value.name]}
+    if type(value) in _Scalar:
+        return value
+    if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.layout):
+        tag = {torch.dtype: "$dtype", torch.device: "$device"}.get(type(value))
+        if tag is None:
+            raise NotAValue(type(value).__name__)
+        # The ordinal of a device is the process's own; the type is what the model depends on.
+        return {tag: value.type if isinstance(value, torch.device) else str(value).removeprefix("torch.")}
+    return _container_to_wire(value)
+
+
+def _container_to_wire(value: Any) -> Any:
+    kind = type(value)
+    if kind in (tuple, torch.Size):
+        return {"$size" if kind is torch.Size else "$tuple": [to_wire(v) for v in value]}
+    if kind is list:
+        return {"$list": [to_wire(v) for v in value]}
+    if kind in (set, frozenset):
+        return {"$set": sorted((to_wire(v) for v in value), key=repr)}
+    if kind is dict:
+        return {"$dict": [[to_wire(k), to_wire(v)] for k, v in value.items()]}
+    raise NotAValue(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def from_wire(data: Any) -> Any:
+    """The value that to_wire() was given. Raises IndexFormatError for what is not on the list."""
+    if type(data) in _Scalar:
+        return data
+    if not isinstance(data, dict) or len(data) != 1:
+        raise IndexFormatError(f"typed value {data!r}: expected a scalar or a map of one tag")
+    ((tag, body),) = data.items()
+    decode = _DECODERS.get(tag)
+    if decode is None:
+        raise IndexFormatError(f"typed value has the unknown tag {tag!r}: known are {', '.join(sorted(_DECODERS))}")
+    try:
+        return decode(body)
+    except (TypeError, ValueError, AttributeError, KeyError, ImportError) as e:
+        raise IndexFormatError(f"typed value {tag} {body!r}: {e}") from e
+
+
+def _enum(body: Any) -> enum.Enum:
+    module_name, qualname, member = body
+    # Importing would run code that the index chose; whatever a model uses has been imported by building it.
+    module = sys.modules.get(module_name) or importlib.import_module(_vllm_module(module_name))
+    cls: Any = module
+    for part in qualname.split("."):
+        cls = getattr(cls, part)
+    if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
+        raise ValueError(f"{module_name}.{qualname} is no enum")
+    return cls[member]
+
+
+def _vllm_module(name: str) -> str:
+    if not name.startswith("vllm."):
+        raise ValueError(f"module {name} is not imported")
+    return name
+
+
+def _dtype(body: Any) -> torch.dtype:
+    dtype = getattr(torch, body)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{body} is no dtype")
+    return dtype
+
+
+_DECODERS: dict[str, Any] = {
+    "$enum": _enum,
+    "$dtype": _dtype,
+    "$device": torch.device,
+    "$tuple": lambda body: tuple(from_wire(v) for v in body),
+    "$size": lambda body: torch.Size(from_wire(v) for v in body),
+    "$list": lambda body: [from_wire(v) for v in body],
+    "$set": lambda body: {from_wire(v) for v in body},
+    "$dict": lambda body: {from_wire(k): from_wire(v) for k, v in body},
+}
+
+
+def encode_value(value: Any) -> msgspec.Raw:
+    """The value for ModulePlan.values. Raises NotAValue."""
+    return msgspec.Raw(msgspec.msgpack.encode(to_wire(value)))
+
+
+def decode_value(raw: msgspec.Raw) -> Any:
+    """The value back. Raises IndexFormatError."""
+    return from_wire(msgspec.msgpack.decode(raw))

@@ -1,0 +1,268 @@
+"""The loader child's life: read the job, load, pack, prove, hand over, exit.
+
+Started by the daemon with the interpreter of the model's engine. Its job comes as JSON on standard input, what it
+has to say goes over the inherited socket, its log to standard error. Whatever fails is told as LoaderFailed and ends
+the process with status 1; the daemon drops what has not been handed over completely.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from weightcached import __version__
+from weightcached import index as index_format
+from weightcached.errors import EXIT_CONFIG, WeightcachedError
+from weightcached.job import LoaderJob, decode_job
+from weightcached.segments.api import Backend, open_backend
+from weightcached.wire.fds import OwnedFd, close_all, sealed_memfd
+from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
+from weightcached.wire.messages import (
+    Descriptors,
+    LoaderFailed,
+    LoaderIndex,
+    LoaderKey,
+    LoaderProgress,
+    Message,
+    encode,
+)
+
+log = logging.getLogger("weightcached.loader")
+
+_PR_SET_PDEATHSIG = 1
+_PROGRESS_INTERVAL_S = 0.2
+
+
+class Daemon:
+    """The socket to the daemon, and the time spent in each phase."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._phase = ""
+        self._phase_began = self._started = time.monotonic()
+        self._last_sent = 0.0
+        self.phases: dict[str, float] = {}
+
+    def send(self, message: Message, fds: list[OwnedFd] | None = None) -> None:
+        send_packet(self._sock, encode(message), [fd.fileno() for fd in fds or []])
+
+    def phase(self, name: str, total_bytes: int = 0) -> None:
+        """A new phase begins."""
+        now = time.monotonic()
+        if self._phase:
+            self.phases[self._phase] = self.phases.get(self._phase, 0.0) + now - self._phase_began
+        self._phase, self._phase_began = name, now
+        self._last_sent = 0.0
+        self.progress(0, total_bytes)
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Bytes within the phase; sent at most a few times a second."""
+        now = time.monotonic()
+        if now - self._last_sent >= _PROGRESS_INTERVAL_S or done_bytes == total_bytes:
+            self._last_sent = now
+            self.send(LoaderProgress(phase=self._phase, done_bytes=done_bytes, total_bytes=total_bytes))
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
+def main() -> None:
+    """Run the job on standard input and exit."""
+    _die_with_parent()
+    _prefer_for_oom_killer()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    job = decode_job(sys.stdin.buffer.read())
+    daemon = Daemon(socket.socket(fileno=job.socket_fd))
+    try:
+        _run(job, daemon)
+    except BaseException as e:
+        _tell(daemon, e)
+        # Not through the interpreter's shutdown: vLLM's threads and torch's groups may hang or crash there.
+        _exit(EXIT_CONFIG if _is_permanent(e) else 1)
+    _exit(0)
+
+
+def _exit(status: int) -> None:
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _tell(daemon: Daemon, e: BaseException) -> None:
+    traceback.print_exc()
+    code = e.code if isinstance(e, WeightcachedError) else "load-failed"
+    text = str(e) if isinstance(e, WeightcachedError) else f"{type(e).__name__}: {e}"
+    try:
+        daemon.send(LoaderFailed(code=code, message=text[:10_000], permanent=_is_permanent(e)))
+    except OSError as gone:
+        log.error("the daemon did not hear of the failure: %s", gone)
+    # The last line of standard error is the failure's text should the message be lost.
+    sys.stderr.write(f"{text}\n")
+
+
+def _is_permanent(e: BaseException) -> bool:
+    return isinstance(e, WeightcachedError) and e.exit_status == EXIT_CONFIG
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prefer_for_oom_killer() -> None:
+    # The loader can be started again; what the daemon and the engines hold cannot.
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+        score.write("800")
+
+
+def _run(job: LoaderJob, daemon: Daemon) -> None:
+    daemon.phase("configuring")
+    backend = open_backend(job.device)
+    # Before vLLM's imports, which take seconds: a checkpoint that is not there is said at once.
+    _check_checkpoint(job)
+    import torch
+
+    from weightcached.loader import rank
+
+    vllm_config = rank.create_vllm_config(job)
+    model_config = rank.model_config_of(vllm_config, job.role)
+    if vllm_config.device_config.device_type != ("cpu" if backend.name == "host" else "cuda"):
+        raise WeightcachedError(
+            f"{job.cache}: the vLLM of {sys.executable} runs on {vllm_config.device_config.device_type}, "
+            f"the device is {job.device}"
+        )
+    if backend.name == "cuda":
+        torch.cuda.set_device(0)
+    with rank.solo_rank(vllm_config, job.rank):
+        _load(job, daemon, backend, vllm_config, model_config)
+
+
+def _check_checkpoint(job: LoaderJob) -> None:
+    from weightcached.identity import check_headers, record_checkpoint
+
+    model = str(job.engine.get("model", ""))
+    if os.path.isdir(model) and job.engine.get("load_format", "auto") in ("auto", "hf", "safetensors"):
+        check_headers(record_checkpoint(model))
+
+
+def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any) -> None:
+    from weightcache_loader import attach, engine
+    from weightcached.identity import with_sample
+    from weightcached.loader import pack, proof, rank
+
+    key = engine.build_key(vllm_config, model_config, role=job.role)
+    key = msgspec.structs.replace(key, checkpoint=with_sample(key.checkpoint))
+    daemon.send(LoaderKey(key=key))
+    stage = engine.stage_of_platform()
+    device = _device(backend)
+
+    def build() -> Any:
+        with engine.isolated_build(vllm_config, keep=False):
+            return engine.build_on_meta(vllm_config, model_config)
+
+    def run_hooks(model: Any) -> None:
+        # On loaded weights the engine runs post-processing after this point, so the proof ends before it.
+        if stage == "processed":
+            with engine.isolated_build(vllm_config, keep=False):
+                engine.run_hooks(model, model_config, device, stage=stage)
+
+    total = sum(file.size for file in key.checkpoint.files)
+    _check_memory(job, backend, total, vllm_config)
+    daemon.phase("weights", total)
+    model = rank.load_for_stage(vllm_config, model_config, stage, _counter(daemon, total))
+    loaded = proof.snapshot(model)
+    daemon.phase("packing")
+    records, sources = pack.describe(model)
+    with ExitStack() as undo:
+        packed = pack.pack(records, sources, backend, daemon.progress)
+        undo.callback(close_all, packed.fds)
+        del model, sources
+        daemon.phase("proving")
+        index = index_format.TensorIndex(
+            software=f"weightcached {__version__}",
+            backend=backend.name,
+            driver=backend.driver(),
+            boot_id=job.boot_id,
+            device=job.device,
+            cache=job.cache,
+            role=job.role,
+            generation=job.generation,
+            spec_digest=job.spec_digest,
+            stage=stage,  # type: ignore[arg-type]
+            skeleton=attach.skeleton_of(build()),
+            key=key,
+            segments=packed.segments,
+            storages=packed.storages,
+            tensors=packed.tensors,
+            load=index_format.LoadReport(seconds=0.0, finished_at=0.0),
+        )
+        mapping = backend.map([fd.dup() for fd in packed.fds], [s.nbytes for s in packed.segments])
+        undo.callback(mapping.close)
+        index = proof.prove(loaded, index, mapping, device, build, run_hooks)
+        _hand_over(daemon, index, packed.fds, _peak_bytes(), total)
+
+
+def _device(backend: Backend) -> Any:
+    import torch
+
+    return torch.device("cpu") if backend.name == "host" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _counter(daemon: Daemon, total: int) -> Any:
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done = min(done + nbytes, total)
+        daemon.progress(done, total)
+
+    return count
+
+
+def _check_memory(job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any) -> None:
+    from weightcached.errors import OutOfDeviceMemoryError
+
+    # A lower bound: what a rank holds is at least about its share of the checkpoint, quantized online to a quarter.
+    share = checkpoint_bytes // max(1, vllm_config.parallel_config.world_size)
+    needed = share // 4 if vllm_config.model_config.quantization else share
+    free, total = backend.free_bytes()
+    if needed > free:
+        raise OutOfDeviceMemoryError(
+            f"{job.cache} needs about {needed / 2**30:.1f} GiB on {job.device}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB "
+            "are free: stop what holds the memory, or place the model on another device"
+        )
+
+
+def _peak_bytes() -> int:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+
+
+def _hand_over(
+    daemon: Daemon, index: index_format.TensorIndex, fds: list[OwnedFd], peak_bytes: int, checkpoint_bytes: int
+) -> None:
+    daemon.phase("publishing")
+    report = index_format.LoadReport(
+        seconds=daemon.seconds(),
+        finished_at=time.time(),
+        phases=daemon.phases,
+        peak_bytes=peak_bytes,
+        checkpoint_bytes=checkpoint_bytes,
+    )
+    data = index_format.encode(msgspec.structs.replace(index, load=report))
+    with sealed_memfd("weightcached-index", data) as index_fd:
+        daemon.send(LoaderIndex(segments=len(fds), peak_bytes=peak_bytes), [index_fd])
+    for first in range(0, len(fds), MAX_PACKET_FDS):
+        daemon.send(Descriptors(first=first), fds[first : first + MAX_PACKET_FDS])

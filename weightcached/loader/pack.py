@@ -1,0 +1,162 @@
+"""Pack a loaded model's tensors into segments, freeing each source as soon as it is copied.
+
+Tensors of one storage are packed once; each keeps its offset and stride. What was packed is compared with its source
+before the source is freed, and every storage's digest is made from the segment's bytes, not from the source's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+
+from weightcache_loader.walk import TensorSlot, tensors, type_name
+from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
+from weightcached.index import SegmentRecord, StorageRecord, TensorRecord
+from weightcached.segments.api import Backend
+from weightcached.segments.layout import Placement, StorageSpec, plan_segments
+from weightcached.wire.fds import OwnedFd, close_all
+
+Progress = Callable[[int, int], None]
+
+# Tensors by these names are scratch space, or calibrated while serving: an engine writes to them.
+_MUTABLE_NAMES = ("workspace", "locks", "running_")
+
+
+class Packed(NamedTuple):
+    """What packing made: one descriptor and record per segment in mapping order, and the tensors over the storages."""
+
+    fds: list[OwnedFd]
+    segments: list[SegmentRecord]
+    storages: list[StorageRecord]
+    tensors: list[TensorRecord]
+
+
+class Source(NamedTuple):
+    """One storage of the loaded model and the names of the tensors over it."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    names: list[str]
+
+
+def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
+    """Records of all tensors, one per object with all its names, and the distinct storages below them, in walk order.
+
+    Raises UnsupportedQuantForIPCError for a tensor without plain memory behind it.
+    """
+    slots: dict[int, list[TensorSlot]] = {}
+    for slot in tensors(model):
+        slots.setdefault(id(slot.tensor), []).append(slot)
+    sources: dict[int, int] = {}
+    found: list[Source] = []
+    records: list[TensorRecord] = []
+    for same in slots.values():
+        storage = _plain_storage(same[0])
+        number: int | None = None
+        if storage.nbytes():
+            number = sources.setdefault(storage._cdata, len(found))
+            if number == len(found):
+                found.append(Source(storage, storage.nbytes(), []))
+            found[number].names.extend(slot.path for slot in same)
+        records.append(_record(same, number))
+    return records, found
+
+
+def _plain_storage(slot: TensorSlot) -> torch.UntypedStorage:
+    tensor = slot.tensor
+    if tensor.is_meta:
+        raise UnsupportedQuantForIPCError(f"{slot.path}: the loader left it on the meta device")
+    if tensor.layout != torch.strided or tensor.is_quantized or _is_wrapper(tensor):
+        raise UnsupportedQuantForIPCError(
+            f"{slot.path}: {type_name(type(tensor))} of layout {tensor.layout} is no plain strided tensor"
+        )
+    return tensor.untyped_storage()
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    # A wrapper subclass (torchao) keeps its data in inner tensors and flattens by protocol.
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _record(same: list[TensorSlot], storage: int | None) -> TensorRecord:
+    tensor, first = same[0].tensor, same[0]
+    is_subclass = isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter
+    return TensorRecord(
+        names=[slot.path for slot in same],
+        kind=first.kind,  # type: ignore[arg-type]
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=list(tensor.shape),
+        stride=list(tensor.stride()),
+        storage=storage,
+        storage_offset=int(tensor.storage_offset()),
+        persistent=first.persistent,
+        on_host=tensor.device.type == "cpu",
+        param_class=type_name(type(tensor)) if is_subclass else "",
+    )
+
+
+def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, progress: Progress) -> Packed:
+    """Copy all sources into published segments and free them: the model has no usable tensors afterwards.
+
+    progress: called with (bytes packed, bytes in all). Raises SegmentError and OutOfDeviceMemoryError.
+    """
+    layout = plan_segments(
+        [StorageSpec(source.nbytes, mutable=_is_mutable(source)) for source in sources],
+        granularity=backend.granularity(),
+    )
+    done, total = 0, sum(source.nbytes for source in sources)
+    storages: list[StorageRecord | None] = [None] * len(sources)
+    fds: list[OwnedFd] = []
+    with ExitStack() as undo:
+        undo.callback(close_all, fds)
+        for number, plan in enumerate(layout.segments):
+            members = [i for i, place in enumerate(layout.placements) if place.segment == number]
+            with ExitStack() as segment_open:
+                segment = backend.create(plan.nbytes)
+                segment_open.callback(segment.close)
+                digests = _fill(segment.tensor(), [(sources[i], layout.placements[i]) for i in members])
+                gc.collect()
+                fds.append(segment.publish())
+            for i, digest in zip(members, digests, strict=True):
+                storages[i] = StorageRecord(number, layout.placements[i].offset_bytes, sources[i].nbytes, digest)
+                sources[i].storage.resize_(0)
+                done += sources[i].nbytes
+            if torch.cuda.is_initialized():
+                # Back to the driver, where the next segment is allocated.
+                torch.cuda.empty_cache()
+            progress(done, total)
+        undo.pop_all()
+    records_of_segments = [SegmentRecord(plan.nbytes, plan.private) for plan in layout.segments]
+    return Packed(fds, records_of_segments, [s for s in storages if s is not None], records)
+
+
+def _is_mutable(source: Source) -> bool:
+    leaves = (name.rpartition(".")[2] for name in source.names)
+    return any(mark in leaf for leaf in leaves for mark in _MUTABLE_NAMES)
+
+
+def _fill(segment: torch.Tensor, members: list[tuple[Source, Placement]]) -> list[bytes]:
+    for source, place in members:
+        target = segment[place.offset_bytes : place.offset_bytes + source.nbytes]
+        original = torch.empty(0, dtype=torch.uint8, device=source.storage.device).set_(source.storage)
+        target.copy_(original)
+        if original.device == target.device and not torch.equal(target, original):
+            raise SegmentError(f"{source.names[0]}: {source.nbytes} bytes in the segment differ from their source")
+    # One transfer for a segment in device memory; in host memory this is the segment itself.
+    held = segment.cpu().numpy()
+    spans = [held[place.offset_bytes : place.offset_bytes + source.nbytes] for source, place in members]
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return list(pool.map(digest_bytes, spans))
+
+
+def digest_bytes(data: object) -> bytes:
+    """xxh3-128 of a contiguous buffer, big-endian: it tells accidents from the original, not forgeries."""
+    return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]

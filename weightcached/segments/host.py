@@ -1,0 +1,154 @@
+"""Segments in host memory: memfds, sealed against write, grow and shrink before they are published.
+
+Engines map them MAP_PRIVATE: reads share the pages with everybody, and what an engine's own post-processing writes
+goes to private pages of that process alone. A read-only mapping would kill the engine there with SIGSEGV, since the
+stage on host memory is `loaded`. The seal is what keeps the shared pages unchanged, whatever a process maps.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from weightcached.errors import OutOfDeviceMemoryError, SegmentError
+from weightcached.wire.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_sealed
+
+if TYPE_CHECKING:
+    import torch
+
+# Not in Python's mmap module. Without it each private mapping of the weights would count as a promise of
+# that much memory where vm.overcommit_memory=2.
+_MAP_NORESERVE = 0x4000
+
+
+class HostSegment:
+    """A memfd being filled through a shared mapping."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._fd = OwnedFd(os.memfd_create("weightcached-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        self._map: mmap.mmap | None = None
+        try:
+            # Allocates the pages now: a machine out of memory says ENOSPC or ENOMEM here instead of SIGBUS later.
+            os.posix_fallocate(self._fd.fileno(), 0, nbytes)
+            self._map = mmap.mmap(self._fd.fileno(), nbytes)
+        except OSError as e:
+            self.close()
+            raise OutOfDeviceMemoryError(
+                f"cannot allocate a host segment of {nbytes} bytes: {e.strerror}; see 'free -m' and the unit's MemoryMax="
+            ) from e
+
+    def tensor(self) -> torch.Tensor:
+        """uint8, shape (nbytes,), writable; to be gone before publish()."""
+        import torch
+
+        if self._map is None:
+            raise SegmentError("the host segment is published or closed already")
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def publish(self) -> OwnedFd:
+        """Unmap, seal and hand over the descriptor. Raises SegmentError while a tensor over the segment is left."""
+        if self._map is None:
+            raise SegmentError("the host segment is published or closed already")
+        try:
+            self._map.close()
+        except BufferError as e:
+            raise SegmentError("a tensor over the host segment is still alive: it could change sealed bytes") from e
+        self._map = None
+        fcntl.fcntl(self._fd.fileno(), fcntl.F_ADD_SEALS, READ_ONLY_SEALS)
+        return OwnedFd(self._fd.take())
+
+    def close(self) -> None:
+        """Give up an unpublished segment. A tensor left over it keeps its pages until it is gone."""
+        # Dropped, not closed: closing raises while a tensor exists, and the mapping ends with its last user anyway.
+        self._map = None
+        self._fd.close()
+
+
+def _view(buffer: mmap.mmap, offset_bytes: int, nbytes: int) -> torch.Tensor:
+    import torch
+
+    # The storage begins at the offset and holds a reference to the buffer.
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset_bytes)
+
+
+class HostCopy:
+    """Anonymous memory holding what a segment held."""
+
+    def __init__(self, source: mmap.mmap) -> None:
+        self._memory = mmap.mmap(-1, len(source), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory[:] = source[:]
+
+    def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        """uint8, shape (nbytes,), writable."""
+        return _view(self._memory, offset_bytes, nbytes)
+
+
+class HostMapping:
+    """All segments of an index, one private mapping each."""
+
+    def __init__(self, maps: Sequence[mmap.mmap]) -> None:
+        self._maps = list(maps)
+
+    def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        """uint8, shape (nbytes,). Writing changes this process's copy of a page only."""
+        return _view(self._maps[segment], offset_bytes, nbytes)
+
+    def private_copy(self, segment: int) -> HostCopy:
+        return HostCopy(self._maps[segment])
+
+    def close(self) -> None:
+        """Drop the mappings; each is unmapped when its last tensor is gone."""
+        self._maps.clear()
+
+
+class HostBackend:
+    """Segments in the machine's memory, for device names cpuN."""
+
+    name: Literal["host"] = "host"
+
+    def granularity(self) -> int:
+        return mmap.PAGESIZE
+
+    def driver(self) -> str:
+        """memfds live as long as the kernel that made them."""
+        return f"linux {platform.release()}"
+
+    def create(self, nbytes: int) -> HostSegment:
+        if nbytes <= 0 or nbytes % mmap.PAGESIZE:
+            raise SegmentError(f"a host segment of {nbytes} bytes: a positive multiple of {mmap.PAGESIZE} is required")
+        return HostSegment(nbytes)
+
+    def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> HostMapping:
+        maps: list[mmap.mmap] = []
+        try:
+            for number, (fd, size) in enumerate(zip(fds, nbytes, strict=True)):
+                maps.append(_map_private(number, fd.fileno(), size))
+        finally:
+            # The mapping took its own reference to the file.
+            close_all(fds)
+        return HostMapping(maps)
+
+    def free_bytes(self) -> tuple[int, int]:
+        values: dict[str, int] = {}
+        with open("/proc/meminfo", encoding="ascii") as meminfo:
+            for line in meminfo:
+                name, _, rest = line.partition(":")
+                values[name] = int(rest.split()[0]) * 1024
+        return values["MemAvailable"], values["MemTotal"]
+
+
+def _map_private(number: int, fd: int, nbytes: int) -> mmap.mmap:
+    if not is_sealed(fd):
+        raise SegmentError(f"segment {number} is not a sealed memfd: its bytes could change under an engine")
+    held = os.fstat(fd).st_size
+    if held != nbytes:
+        raise SegmentError(f"segment {number} holds {held} bytes, its index says {nbytes}")
+    try:
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as e:
+        raise SegmentError(f"segment {number} of {nbytes} bytes does not map: {e.strerror}") from e
