@@ -14,7 +14,6 @@ import os
 import platform
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -125,7 +124,7 @@ def main() -> None:
         large, many = Path(made, "large"), Path(made, "many")
         large.mkdir()
         many.mkdir()
-        figures = {
+        figures: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"),
             "machine": f"{platform.machine()}, {digests.usable_cores()} cores, Linux {platform.release()}",
             "python": platform.python_version(),
@@ -134,7 +133,11 @@ def main() -> None:
         }
     for part in ("large_file", "many_shards"):
         for name, value in figures[part].items():
-            print(f"{part:12} {name:26} {value:14,.2f}" if isinstance(value, float) else f"{part:12} {name:26} {value:14,}")
+            print(
+                f"{part:12} {name:26} {value:14,.2f}"
+                if isinstance(value, float)
+                else f"{part:12} {name:26} {value:14,}"
+            )
     text = json.dumps(figures, indent=2)
     if arguments.json:
         arguments.json.write_text(text + "\n")
@@ -142,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

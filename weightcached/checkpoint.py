@@ -4,7 +4,6 @@ Mirrors the choice of vLLM's default loader for local directories and for snapsh
 network. Reads no weights: headers.py and digests.py do that, through open_recorded().
 """
 
-# ruff: noqa: PTH  (paths stay strings: hundreds of them are looked at within milliseconds)
 from __future__ import annotations
 
 import fnmatch

@@ -8,7 +8,6 @@ xxh3-128 guards against accidents, not against a forger: docs/identity.md says w
 between two looks at the file's status, so a digest never mixes two states of a file.
 """
 
-# ruff: noqa: PTH  (paths stay strings: hundreds of them are looked at within milliseconds)
 from __future__ import annotations
 
 import os
@@ -34,6 +33,7 @@ CACHE_FORMAT = 1
 _READ_BYTES = 1 << 20
 _UNSTRUCTURED_SAMPLES = 256
 _MAX_ENTRY_BYTES = 4096
+_DIGEST_BYTES = 16
 
 Progress = Callable[[int, int], None]
 
@@ -253,11 +253,10 @@ class DigestCache:
             return None
         try:
             entry = msgspec.json.decode(self._read(_path(self._directory, key)), type=CacheEntry)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            digest = bytes.fromhex(entry.digest)
+        except (OSError, ValueError):  # msgspec.DecodeError is a ValueError
             return None
-        if entry != _entry(key, entry.digest) or len(entry.digest) != 32:
-            return None
-        return bytes.fromhex(entry.digest)
+        return digest if entry == _entry(key, entry.digest) and len(digest) == _DIGEST_BYTES else None
 
     def put(self, key: StatTuple, digest: bytes) -> None:
         """Keep a digest; does nothing where the directory cannot be written to."""

@@ -8,7 +8,6 @@ them headers.py's and digests.py's business.
 the same one with its full digest on standard output; a failure is one line on standard error and exit status 1.
 """
 
-# ruff: noqa: PTH  (paths stay strings: hundreds of them are looked at within milliseconds)
 from __future__ import annotations
 
 import os
