@@ -216,7 +216,8 @@ FAULTS = {
     ),
     "name_twice": (
         one(
-            "  - {name: a, devices: [cpu0], engine: {model: CKPT}}\n  - {name: a, devices: [cpu1], engine: {model: CKPT}}\n"
+            "  - {name: a, devices: [cpu0], engine: {model: CKPT}}\n"
+            "  - {name: a, devices: [cpu1], engine: {model: CKPT}}\n"
         ),
         "M:4: models[1].name: the name 'a' is taken by the model on line 3: choose another",
     ),
@@ -288,7 +289,8 @@ FAULTS = {
     ),
     "engine_dashes": (
         model(engine="{model: CKPT, tensor-parallel-size: 2}"),
-        "M:5: models[0].engine.tensor-parallel-size: engine arguments have their Python names: write tensor_parallel_size",
+        "M:5: models[0].engine.tensor-parallel-size: engine arguments have their Python names: "
+        "write tensor_parallel_size",
     ),
     "engine_option": (
         model(engine="{model: CKPT, --dtype: auto}"),
