@@ -1,17 +1,31 @@
 """Checkpoint identity: decide whether two checkpoints hold the same values, as cheaply as is safe.
 
 The ladder of docs/identity.md: same files, Hub blobs, sample, full digest; the first decisive rung counts.
-Torch-free; used by the daemon, the loader child and the engine.
+Torch-free; used by the daemon, the loader child and the engine. Which files count is checkpoint.py's, reading
+them headers.py's and digests.py's business.
+
+`python -m weightcached.identity full` is the daemon's low-priority child: an identity as JSON on standard input,
+the same one with its full digest on standard output; a failure is one line on standard error and exit status 1.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from weightcached.checkpoint import StatTuple, find_weight_files, open_recorded, stat_tuple
+from weightcached.digests import Source, combine, digest_files, sample_file
+from weightcached.errors import EXIT_FAILURE, EXIT_USAGE, CheckpointError
+from weightcached.headers import read_header
+
 MAX_FILES = 4096
+_MAX_NAME_CHARS = 1_000
+_MAX_ROOT_CHARS = 4_096
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -25,6 +39,11 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
     ctime_ns: int
     blob: Annotated[str, Meta(max_length=100)] = ""
 
+    @property
+    def stat(self) -> StatTuple:
+        """(device, inode, size, mtime_ns, ctime_ns)."""
+        return (self.device, self.inode, self.size, self.mtime_ns, self.ctime_ns)
+
 
 class CheckpointIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The weight files of one checkpoint and the digests made of them so far (hex, or empty)."""
@@ -33,3 +52,219 @@ class CheckpointIdentity(msgspec.Struct, frozen=True, kw_only=True):
     files: Annotated[list[FileRecord], Meta(max_length=MAX_FILES)] = []
     sample: Annotated[str, Meta(max_length=128)] = ""
     full: Annotated[str, Meta(max_length=128)] = ""
+
+
+# ---- making and completing a record
+
+
+def record_checkpoint(
+    model: str, *, revision: str | None = None, download_dir: str | None = None, load_format: str = "auto"
+) -> CheckpointIdentity:
+    """Record the weight files that the engine would read for this model argument, without opening one.
+
+    `model` is a directory, a .gguf file or a Hub repository whose snapshot is in the local cache (`download_dir`, or
+    the one that HF_HUB_CACHE and HF_HOME name). Files come in reading order. Call it before the weights are read and
+    changed_files() after, so that the record stands for what was read. Raises CheckpointError.
+    """
+    root, found = find_weight_files(model, revision=revision, download_dir=download_dir, load_format=load_format)
+    if len(found) > MAX_FILES:
+        raise CheckpointError(f"checkpoint {root} has {len(found)} weight files: at most {MAX_FILES} are compared")
+    for path, limit in [(root, _MAX_ROOT_CHARS), *((file.name, _MAX_NAME_CHARS) for file in found)]:
+        # What os.fsdecode() could not decode cannot travel in a message either.
+        if len(path) > limit or any("\ud800" <= char <= "\udfff" for char in path):
+            raise CheckpointError(f"path {path[:200]!r} is longer than {limit} characters or not UTF-8: rename it")
+    return CheckpointIdentity(root=root, files=[FileRecord(file.name, *file.stat, file.blob) for file in found])
+
+
+def check_headers(identity: CheckpointIdentity) -> int:
+    """Check the header of every safetensors file; returns the bytes of all tensors.
+
+    Files of other kinds count with their size. The sum bounds what a load reads from above: files in sub-folders,
+    which few models read, count too. Raises CheckpointError naming file, tensor and value.
+    """
+    total = 0
+    for source in _sources(identity):
+        with open_recorded(source.path, source.stat) as fd:
+            if source.path.endswith(".safetensors"):
+                total += sum(
+                    tensor.end - tensor.begin for tensor in read_header(fd, source.path, source.nbytes).tensors
+                )
+            elif source.nbytes:
+                total += source.nbytes
+            else:
+                raise CheckpointError(f"weight file {source.path} has 0 bytes: download it again")
+    return total
+
+
+def changed_files(identity: CheckpointIdentity) -> list[str]:
+    """Names of the files that are no longer as recorded; a missing file counts. Opens none."""
+    return [file.name for file in identity.files if _stat_now(identity.root, file) != file.stat]
+
+
+def sample_digest(identity: CheckpointIdentity) -> str:
+    """Digest of the headers and of a few KiB of every tensor. Raises CheckpointError for a file not as recorded."""
+    return combine("sample", [(source.nbytes, sample_file(source)) for source in _sources(identity)])
+
+
+def full_digest(
+    identity: CheckpointIdentity, *, progress: Callable[[int, int], None] | None = None, workers: int | None = None
+) -> str:
+    """Digest of every byte of every file, in reading order; names do not count.
+
+    progress(done_bytes, total_bytes) is called in this thread. `workers` are threads, by default one per usable core.
+    Files that were read before and have not changed since are not opened again. Raises CheckpointError for a file that
+    is not, or does not stay, as recorded.
+    """
+    sources = _sources(identity)
+    digests = digest_files(sources, progress=progress, workers=workers)
+    return combine("full", [(source.nbytes, digest) for source, digest in zip(sources, digests, strict=True)])
+
+
+def with_sample(identity: CheckpointIdentity) -> CheckpointIdentity:
+    """A copy with the sample digest filled in; see sample_digest()."""
+    return msgspec.structs.replace(identity, sample=sample_digest(identity))
+
+
+def with_full(
+    identity: CheckpointIdentity, *, progress: Callable[[int, int], None] | None = None, workers: int | None = None
+) -> CheckpointIdentity:
+    """A copy with the full digest filled in; see full_digest()."""
+    return msgspec.structs.replace(identity, full=full_digest(identity, progress=progress, workers=workers))
+
+
+def _sources(identity: CheckpointIdentity) -> list[Source]:
+    return [Source(os.path.join(identity.root, file.name), file.stat) for file in identity.files]
+
+
+def _stat_now(root: str, file: FileRecord) -> StatTuple | None:
+    try:
+        return stat_tuple(os.stat(os.path.join(root, file.name)))
+    except OSError:
+        return None
+
+
+# ---- deciding
+
+Rung = Literal["files", "blobs", "sample", "full"]
+Side = Literal["cached", "asked"]
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What decide() found: one of Equal, Different and Need."""
+
+
+class Equal(Decision, frozen=True):
+    """The checkpoints hold the same values, as `rung` shows."""
+
+    rung: Rung
+
+
+class Different(Decision, frozen=True):
+    """The checkpoints differ, or must be taken to differ; `reason` is for a person."""
+
+    reason: str
+
+
+class Need(Decision, frozen=True):
+    """Undecided until `sides` have the digest of `rung`."""
+
+    rung: Literal["sample", "full"]
+    sides: tuple[Side, ...]
+
+
+def decide(
+    cached: CheckpointIdentity, asked: CheckpointIdentity, *, mode: Literal["full", "sampled"] = "full"
+) -> Decision:
+    """Compare two records by the first decisive rung; reads nothing.
+
+    Digests that are there and differ count before anything cheaper. In mode "sampled" equal samples are equal
+    checkpoints. An empty list of files equals nothing, not even itself. A Need that is met never comes back.
+    """
+    refuted = _refuted(cached, asked)
+    if refuted:
+        return Different(refuted)
+    if [file.stat for file in cached.files] == [file.stat for file in asked.files]:
+        return Equal("files")
+    if cached.full and asked.full:
+        return Equal("full")
+    if _same_blobs(cached, asked):
+        return Equal("blobs")
+    if not (cached.sample and asked.sample):
+        return Need("sample", _without(cached.sample, asked.sample))
+    if mode == "sampled":
+        return Equal("sample")
+    return Need("full", _without(cached.full, asked.full))
+
+
+def _without(cached: str, asked: str) -> tuple[Side, ...]:
+    sides: list[tuple[Side, str]] = [("cached", cached), ("asked", asked)]
+    return tuple(side for side, digest in sides if not digest)
+
+
+def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity) -> str:
+    """Why the two cannot be equal, or nothing."""
+    if not cached.files or not asked.files:
+        return "a checkpoint without weight files equals no other"
+    if len(cached.files) != len(asked.files):
+        return f"the cached checkpoint has {len(cached.files)} weight files, the one asked for {len(asked.files)}"
+    for ours, theirs in zip(cached.files, asked.files, strict=True):
+        if ours.size != theirs.size:
+            return f"{ours.name} has {ours.size} bytes in the cached checkpoint, {theirs.name} asked for {theirs.size}"
+        if ours.blob and theirs.blob and ours.blob != theirs.blob:
+            return f"{ours.name} is Hub blob {ours.blob} in the cached checkpoint, {theirs.blob} in the one asked for"
+    if cached.full and asked.full and cached.full != asked.full:
+        return f"full digest is {cached.full} in the cached checkpoint, {asked.full} in the one asked for"
+    if cached.sample and asked.sample and cached.sample != asked.sample:
+        return f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the one asked for"
+    return ""
+
+
+def _same_blobs(cached: CheckpointIdentity, asked: CheckpointIdentity) -> bool:
+    """Whether both are, file by file, the same Hub blobs.
+
+    A blob's name vouches for its bytes only while nobody writes to it. Where both records mean one and the same blob
+    file, by inode or by its place in one cache, and its status is not the same, somebody did.
+    """
+    one_cache = _hub_repository(cached.root) == _hub_repository(asked.root)
+    for ours, theirs in zip(cached.files, asked.files, strict=True):
+        if not ours.blob or ours.blob != theirs.blob:
+            return False
+        one_file = one_cache or ours.stat[:2] == theirs.stat[:2]
+        if one_file and ours.stat != theirs.stat:
+            return False
+    return True
+
+
+def _hub_repository(snapshot: str) -> str:
+    return os.path.dirname(os.path.dirname(snapshot))
+
+
+# ---- the daemon's child
+
+
+def main(argv: Sequence[str]) -> int:
+    """`full`: identity from standard input, the same with its full digest to standard output. Returns the status."""
+    if list(argv) != ["full"]:
+        sys.stderr.write("usage: python -m weightcached.identity full < identity.json\n")
+        return EXIT_USAGE
+    _lower_priority()
+    try:
+        identity = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckpointIdentity)
+        completed = with_full(identity)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        sys.stderr.write(f"the identity on standard input does not decode: {e}\n")
+        return EXIT_FAILURE
+    except CheckpointError as e:
+        sys.stderr.write(f"{e}\n".replace("\n", " ").rstrip() + "\n")
+        return EXIT_FAILURE
+    sys.stdout.buffer.write(msgspec.json.encode(completed) + b"\n")
+    return 0
+
+
+def _lower_priority() -> None:
+    """Leave processor and disk to the engines. The kernel derives the disk's priority from the nice value."""
+    os.nice(19)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,34 @@
-"""The model manifest: which models on which devices. YAML in, typed objects out; errors name file, line and key."""
+"""The model manifest: which models on which devices. YAML in, typed objects out; errors name file, line and key.
+
+Checked here is all that needs no vLLM. Whether vLLM knows an engine argument is checked by the loader child, which
+runs the interpreter of the engine. docs/manifest.md describes every key for the operator.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
+
+from weightcached.errors import DeviceError, ManifestError
+from weightcached.paths import check_device, is_host_device
+from weightcached.yamlnode import Value, read
+
+VERSION = 1
+ALL = "all"
+ROOT_KEYS = ("version", "models")
+MODEL_KEYS = ("name", "devices", "engine", "python", "rendezvous", "identity")
+RENDEZVOUS = ("solo", "group")
+IDENTITY = ("full", "sampled")
+# One process per device of one model: their product is the number of devices that the model needs.
+LAYOUT_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+# The loader would attach to the cache that it is about to fill.
+OWN_LOAD_FORMATS = ("ipc_cache", "weightcached")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,9 +41,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str = "solo"
     identity: Literal["full", "sampled"] = "full"
 
+    def is_on(self, device: str) -> bool:
+        """Whether a rank of this model is placed on `device`."""
+        return self.devices == [ALL] or device in self.devices
+
+    def rank_of(self, device: str) -> int:
+        """The local rank on `device`; 0 on each where the model is on all. Raises DeviceError where it is on none."""
+        if not self.is_on(device):
+            raise DeviceError(f"model {self.name!r} is not on {device}: its devices are {', '.join(self.devices)}")
+        return 0 if self.devices == [ALL] else self.devices.index(device)
+
     def digest(self, device: str) -> str:
-        """Names what a generation on `device` was loaded from; changes with anything that changes the load."""
-        raise NotImplementedError
+        """Names what a generation on `device` was loaded from; changes with anything that changes the load.
+
+        Hex sha256. The name is left out: it is the cache's own; so is `identity`, which changes no byte that is
+        loaded, and so are the peers' devices, of which only this device's rank counts.
+        """
+        loaded_from = [self.engine, self.python, self.rendezvous, self.rank_of(device)]
+        return hashlib.sha256(msgspec.json.encode(loaded_from, order="deterministic")).hexdigest()
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +67,169 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def on(self, device: str) -> list[ModelSpec]:
         """The models placed on `device`, in manifest order."""
-        raise NotImplementedError
+        return [model for model in self.models if model.is_on(device)]
 
 
 def load_manifest(path: Path) -> Manifest:
     """Read and check a manifest. Raises ManifestError for the first fault."""
-    raise NotImplementedError
+    root = read(path)
+    keys = root.mapping(ROOT_KEYS)
+    _check_version(root, keys.get("version"))
+    if "models" not in keys:
+        root.fail("the key models is missing: expected a list of models")
+    entries = keys["models"].items()
+    if not entries:
+        keys["models"].fail("the list is empty: expected at least one model")
+    return Manifest(path=path, models=_models(entries))
+
+
+def _check_version(root: Value, version: Value | None) -> None:
+    if version is None:
+        root.fail(f"the key version is missing: write 'version: {VERSION}'")
+    if version.kind != "int" or version.plain() != VERSION:
+        version.fail(
+            f"expected {VERSION}, the only manifest version that this software reads, got {version.described()}"
+        )
+
+
+def _models(entries: list[Value]) -> list[ModelSpec]:
+    models: list[ModelSpec] = []
+    lines: dict[str, int] = {}
+    for entry in entries:
+        keys = entry.mapping(MODEL_KEYS)
+        model = _model(entry, keys)
+        if model.name in lines:
+            keys["name"].fail(
+                f"the name {model.name!r} is taken by the model on line {lines[model.name]}: choose another"
+            )
+        lines[model.name] = keys["name"].line
+        models.append(model)
+    return models
+
+
+def _model(entry: Value, keys: dict[str, Value]) -> ModelSpec:
+    for required in ("name", "devices", "engine"):
+        if required not in keys:
+            entry.fail(f"the key {required} is missing")
+    engine = _engine(keys["engine"])
+    return ModelSpec(
+        name=_name(keys["name"]),
+        devices=_devices(keys["devices"], engine),
+        engine=engine,
+        python=_python(keys["python"]) if "python" in keys else None,
+        rendezvous=keys["rendezvous"].one_of(RENDEZVOUS) if "rendezvous" in keys else "solo",
+        identity=cast(Literal["full", "sampled"], keys["identity"].one_of(IDENTITY)) if "identity" in keys else "full",
+    )
+
+
+def _name(value: Value) -> str:
+    name = value.string()
+    if not _NAME.fullmatch(name):
+        value.fail(f"expected 1 to 100 letters, digits, dots, dashes or underscores, got {name!r}")
+    return name
+
+
+def _devices(value: Value, engine: dict[str, Any]) -> list[str]:
+    sizes = {key: engine[key] for key in LAYOUT_KEYS if engine.get(key, 1) != 1}
+    needed = 1
+    for size in sizes.values():
+        needed *= size
+    layout = " × ".join(f"{key} {size}" for key, size in sizes.items()) or "one rank"
+    if value.kind == "str":
+        return _all_devices(value, value, needed, layout)
+    items = value.items()
+    if len(items) == 1 and items[0].node.value == ALL:
+        return _all_devices(value, items[0], needed, layout)
+    devices = _device_list(items)
+    if len(devices) != needed:
+        value.fail(f"{len(devices)} devices are listed, {layout} needs {needed}")
+    return devices
+
+
+def _all_devices(value: Value, word: Value, needed: int, layout: str) -> list[str]:
+    if word.string() != ALL:
+        value.fail(f"expected a list of devices or {ALL}, got {word.described()}: write [{word.string()}]")
+    if needed != 1:
+        value.fail(
+            f"{ALL} gives each device a copy of its own, {layout} needs a list of {needed} devices in rank order"
+        )
+    return [ALL]
+
+
+def _device_list(items: list[Value]) -> list[str]:
+    devices: list[str] = []
+    for item in items:
+        device = item.string()
+        if device == ALL:
+            item.fail(f"{ALL} must stand alone")
+        try:
+            check_device(device)
+        except DeviceError as e:
+            item.fail(str(e))
+        if device in devices:
+            item.fail(f"{device} is used twice in this model, first as rank {devices.index(device)}")
+        if devices and is_host_device(device) != is_host_device(devices[0]):
+            item.fail(f"{device} and {devices[0]} are of different kinds: a model is on GPUs or in host memory")
+        devices.append(device)
+    return devices
+
+
+def _engine(value: Value) -> dict[str, Any]:
+    keys = value.mapping()
+    for key, argument in keys.items():
+        _check_argument_name(key, argument)
+    if "model" not in keys:
+        value.fail("the key model is missing: expected a Hub id or the absolute path of a checkpoint")
+    _check_model(keys["model"], config_elsewhere="hf_config_path" in keys)
+    for key in LAYOUT_KEYS:
+        if key in keys:
+            keys[key].integer(1)
+    if "load_format" in keys and keys["load_format"].plain() in OWN_LOAD_FORMATS:
+        keys["load_format"].fail(
+            f"{keys['load_format'].described()} would attach to the cache that this entry fills: "
+            "remove it here and give it to 'vllm serve' instead"
+        )
+    engine = cast(dict[str, Any], value.plain())
+    _check_draft(keys.get("speculative_config"))
+    return engine
+
+
+def _check_argument_name(key: str, argument: Value) -> None:
+    name = key.lstrip("-").replace("-", "_")
+    if key != name and name.isidentifier():
+        argument.fail(f"engine arguments have their Python names: write {name}")
+    if not key.isidentifier():
+        argument.fail("no engine argument has such a name: expected one like tensor_parallel_size")
+
+
+def _check_draft(speculative: Value | None) -> None:
+    if speculative is None or speculative.kind != "map":
+        return
+    draft = speculative.mapping().get("model")
+    if draft is not None and draft.kind == "str":
+        _check_model(draft, config_elsewhere=False)
+
+
+def _check_model(value: Value, *, config_elsewhere: bool) -> None:
+    model = value.string()
+    if model.startswith(("~", ".")):
+        value.fail(f"expected a Hub id or an absolute path, got {model!r}: the daemon runs in another directory")
+    if not model.startswith("/"):
+        return
+    if not Path(model).is_dir():
+        value.fail(f"{model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}")
+    # params.json is how Mistral's own format spells it; vLLM reads both.
+    if not config_elsewhere and not any(Path(model, name).is_file() for name in ("config.json", "params.json")):
+        value.fail(f"{model} has no config.json: expected the directory of a checkpoint")
+
+
+def _python(value: Value) -> str:
+    path = value.string()
+    if not path.startswith("/"):
+        value.fail(f"expected the absolute path of an interpreter, got {path!r}")
+    if not Path(path).is_file() or not os.access(path, os.X_OK):
+        value.fail(f"{path} is not an executable file: expected the interpreter that runs the engine")
+    return path
+
+
+__all__ = ["Manifest", "ManifestError", "ModelSpec", "load_manifest"]

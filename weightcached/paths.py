@@ -40,9 +40,9 @@ def is_host_device(device: str) -> bool:
 def runtime_dir() -> Path:
     """The default runtime directory; it may not exist. Raises RuntimePathError where none can be named."""
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
-    if not os.path.isabs(base):
+    if not Path(base).is_absolute():
         raise RuntimePathError(f"XDG_RUNTIME_DIR is {base!r}: it must be an absolute path, as systemd sets it")
-    if not os.path.isdir(base):
+    if not Path(base).is_dir():
         raise RuntimePathError(
             f"the runtime directory {base} does not exist: log in through a session that systemd-logind opens, "
             f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR"
@@ -76,7 +76,8 @@ def check_private_dir(directory: Path) -> None:
         )
     if info.st_mode & 0o077:
         raise RuntimePathError(
-            f"runtime directory {directory} has mode {stat.S_IMODE(info.st_mode):04o}, expected 0700: chmod 700 {directory}"
+            f"runtime directory {directory} has mode {stat.S_IMODE(info.st_mode):04o}, expected 0700: "
+            f"chmod 700 {directory}"
         )
 
 
@@ -119,7 +120,7 @@ def manifest_path(explicit: Path | None = None) -> Path:
     if explicit is not None:
         candidates = [explicit]
     else:
-        config_home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+        config_home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
         candidates = [Path(config_home, "weightcached/manifest.yaml"), Path("/etc/weightcached/manifest.yaml")]
     for path in candidates:
         if path.is_file():

@@ -91,6 +91,8 @@ def read_sealed(fd: int, *, max_nbytes: int) -> bytes:
     """The whole content of a sealed memfd, from offset 0. Raises ValueError for anything else or anything larger."""
     if not is_sealed(fd):
         raise ValueError("the descriptor is not a memfd sealed against change")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        raise ValueError("the descriptor is not open for reading")
     nbytes = os.fstat(fd).st_size
     if nbytes > max_nbytes:
         raise ValueError(f"the memfd holds {nbytes} bytes, at most {max_nbytes} are allowed")

@@ -70,7 +70,10 @@ def recv_packet(sock: socket.socket, *, max_fds: int) -> Packet:
     fds = _adopt(ancillary)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
-        raise ProtocolError("a packet was cut off: too many bytes or descriptors for this message")
+        raise ProtocolError(
+            "a packet was cut off: too many bytes or descriptors for this message, or more descriptors than this "
+            "process may still open (LimitNOFILE=, ulimit -n)"
+        )
     if not data:
         close_all(fds)
         if ancillary:

@@ -31,7 +31,7 @@ class Message(msgspec.Struct, tag=True, tag_field="type", frozen=True, kw_only=T
 # ---- client to daemon
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of every connection."""
 
     protocol: int
@@ -39,11 +39,11 @@ class Hello(Message):
     purpose: Literal["engine", "ctl", "self"] = "ctl"
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Ask for the whole state; answered by StatusReply."""
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Ask for the generation that matches `key`, and hold a lease on it for as long as the connection lives.
 
     With `wait`, a matching cache that is still loading is answered by Loading again and again until it is final.
@@ -53,17 +53,17 @@ class Attach(Message):
     wait: bool = True
 
 
-class Memory(Message):
+class Memory(Message, frozen=True):
     """Ask how many device bytes the generation matching `key` holds; answered as Attach is, without descriptors."""
 
     key: WeightCacheKey
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """The engine has its own copy: free the generation it leased once no other lease holds it. Answered by Done."""
 
 
-class Rejoin(Message):
+class Rejoin(Message, frozen=True):
     """Renew a lease after the daemon was restarted, on exactly the generation that is mapped already."""
 
     cache: Name
@@ -71,7 +71,7 @@ class Rejoin(Message):
     index_digest: Name
 
 
-class Reload(Message):
+class Reload(Message, frozen=True):
     """Read the manifest again and load what changed, failed or was released; Progress*, then ReloadReply.
 
     With `force`, load everything anew. `caches` limits it to names like "llama-8b/target"; empty means all.
@@ -81,15 +81,15 @@ class Reload(Message):
     force: bool = False
 
 
-class Drop(Message):
+class Drop(Message, frozen=True):
     """Free one cache; refused while engines hold leases unless `force`. Answered by Done or Refused."""
 
     cache: Name
     force: bool = False
 
 
-class Verify(Message):
-    """Hand out a generation so that the client can recompute its digests; answered as Attach is. No lease is counted."""
+class Verify(Message, frozen=True):
+    """Hand out a generation so that the client recomputes its digests; answered as Attach is. No lease is counted."""
 
     cache: Name
 
@@ -97,7 +97,7 @@ class Verify(Message):
 # ---- daemon to client
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The connection is accepted."""
 
     protocol: int
@@ -106,14 +106,14 @@ class Welcome(Message):
     software: Text = ""
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The request or connection is refused; `code` is stable (errors.py), `message` is for a person."""
 
     code: Name
     message: Text
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The key matches. `descriptors` follow in Descriptors packets: the index first, then the segments in order.
 
     For Memory the counts are given and nothing follows. `nbytes` counts device memory, private segment included.
@@ -127,13 +127,13 @@ class Ready(Message):
     descriptors: Count = 0
 
 
-class Descriptors(Message):
+class Descriptors(Message, frozen=True):
     """The next descriptors, number `first` on; at most 250 a packet."""
 
     first: Count
 
 
-class Loading(Message):
+class Loading(Message, frozen=True):
     """A matching cache is being loaded. `eta_s` is None until it can be estimated."""
 
     cache: Name
@@ -151,48 +151,48 @@ class FieldMismatch(msgspec.Struct, frozen=True, array_like=True):
     asked: Text
 
 
-class Mismatch(Message):
+class Mismatch(Message, frozen=True):
     """No cache has this key; `fields` compares with the nearest one."""
 
     cache: Name
     fields: list[FieldMismatch]
 
 
-class NeedDigest(Message):
+class NeedDigest(Message, frozen=True):
     """The daemon cannot decide on the checkpoint yet: send the request again with the digest of `rung` filled in."""
 
     rung: Literal["sample", "full"]
     files: list[Name] = []
 
 
-class Absent(Message):
+class Absent(Message, frozen=True):
     """The daemon has no cache in this role at all."""
 
     reason: Text
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """The matching cache failed to load."""
 
     cache: Name
     error: Text
 
 
-class Released(Message):
+class Released(Message, frozen=True):
     """The matching cache was released by an engine in copy mode; reload brings it back."""
 
     cache: Name
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """The request was carried out."""
 
 
-class Rejoined(Message):
+class Rejoined(Message, frozen=True):
     """The lease is renewed."""
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """One cache's progress during Reload."""
 
     cache: Name
@@ -212,7 +212,7 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
     error: Text = ""
 
 
-class ReloadReply(Message):
+class ReloadReply(Message, frozen=True):
     """The reload is over. `error` is set when the manifest itself was refused; then nothing was changed."""
 
     outcomes: list[CacheOutcome] = []
@@ -244,7 +244,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None = None
 
 
-class StatusReply(Message):
+class StatusReply(Message, frozen=True):
     """The daemon's whole state. `since` is in seconds since the epoch."""
 
     device: Name
@@ -260,7 +260,7 @@ class StatusReply(Message):
 # ---- loader child to daemon (over the socketpair)
 
 
-class LoaderProgress(Message):
+class LoaderProgress(Message, frozen=True):
     """Where the loader is. Bytes count within the phase."""
 
     phase: Text
@@ -268,20 +268,20 @@ class LoaderProgress(Message):
     total_bytes: Count = 0
 
 
-class LoaderKey(Message):
+class LoaderKey(Message, frozen=True):
     """The key, sent before weights are read: engines that start meanwhile learn that their cache is coming."""
 
     key: WeightCacheKey
 
 
-class LoaderIndex(Message):
+class LoaderIndex(Message, frozen=True):
     """The index, in one descriptor; `segments` descriptors follow in Descriptors packets."""
 
     segments: Count
     peak_bytes: Count = 0
 
 
-class LoaderFailed(Message):
+class LoaderFailed(Message, frozen=True):
     """The load failed with a reason a person can act on. `permanent`: a retry without a change is pointless."""
 
     code: Name

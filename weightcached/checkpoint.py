@@ -1,0 +1,347 @@
+"""Which weight files a model argument names, and how they are opened without trusting what lies at their paths.
+
+Mirrors the choice of vLLM's default loader for local directories and for snapshots in the local Hub cache; asks no
+network. Reads no weights: headers.py and digests.py do that, through open_recorded().
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from weightcached.errors import CheckpointError
+
+StatTuple = tuple[int, int, int, int, int]
+STAT_FIELDS = ("device", "inode", "size", "mtime_ns", "ctime_ns")
+
+_HF_INDEX = "model.safetensors.index.json"
+_MISTRAL_INDEX = "consolidated.safetensors.index.json"
+_BIN_INDEX = "pytorch_model.bin.index.json"
+_MISTRAL_PATTERN = "consolidated*.safetensors"
+# The first pattern with a match is the one that is read.
+_PATTERNS: dict[str, tuple[str, ...]] = {
+    "hf": ("*.safetensors", "*.bin", "*.pt"),
+    "safetensors": ("*.safetensors",),
+    "fastsafetensors": ("*.safetensors",),
+    "instanttensor": ("*.safetensors",),
+    "runai_streamer": ("*.safetensors",),
+    "sharded_state": ("*.safetensors",),
+    "runai_streamer_sharded": ("*.safetensors",),
+    "mistral": (_MISTRAL_PATTERN,),
+    "pt": ("*.pt",),
+    "npcache": ("*.bin", "*.pt"),
+    "gguf": ("*.gguf",),
+}
+_UNINDEXED = ("sharded_state", "runai_streamer_sharded")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+_TRAINING_STATE = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_GGUF_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_REPO_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+_BLOB_TARGET = re.compile(r"(?:.*/)?blobs/([0-9a-f]{64})")
+_MAX_INDEX_FILE_BYTES = 100_000_000
+# A sub-folder deeper than this holds no weights that a model reads; a loop of bind mounts ends here too.
+_MAX_DEPTH = 4
+# The kernel stamps ctime with its tick, at most 10 ms long: a file younger than this could change again unseen.
+_SETTLE_S = 0.02
+_SETTLE_LIMIT_S = 1.0
+
+
+class WeightFile(NamedTuple):
+    """One weight file; `name` is relative to the root, `blob` the sha256 it is called by in a Hub cache, or empty."""
+
+    name: str
+    stat: StatTuple
+    blob: str
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def stat_tuple(info: os.stat_result) -> StatTuple:
+    """(device, inode, size, mtime_ns, ctime_ns): equal tuples mean the same unchanged file."""
+    return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+def find_weight_files(
+    model: str, *, revision: str | None, download_dir: str | None, load_format: str
+) -> tuple[str, list[WeightFile]]:
+    """The checkpoint's root and its weight files, in the order in which the engine reads them.
+
+    Opens no weight file. Waits up to a second for files that were written this very moment. Raises CheckpointError.
+    """
+    if os.path.isfile(model):
+        root, names = os.path.dirname(os.path.abspath(model)), _single_file(model)
+    elif os.path.isdir(model):
+        root = os.path.abspath(model)
+        names = _choose(root, _formats(root, load_format, hub=False))
+    else:
+        root = _snapshot(model, revision, download_dir)
+        names = _choose(root, _formats(root, load_format, hub=True))
+    if not names:
+        raise CheckpointError(
+            f"checkpoint {root} has no weight files that load format {load_format!r} reads: "
+            f"expected {' or '.join(_PATTERNS.get(load_format, _PATTERNS['hf']))}; name another model or load format"
+        )
+    return root, _settled(root, sorted(names, key=_reading_order))
+
+
+def _reading_order(name: str) -> tuple[list[tuple[int, str]], str]:
+    # Digits count as numbers: shard 10 is read after shard 9. A tensor that stands in two shards keeps the last one's
+    # value, so the order is part of the identity.
+    parts = re.split(r"([0-9]+)", os.path.basename(name))
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], name
+
+
+# ---- where the checkpoint is
+
+
+def _single_file(model: str) -> set[str]:
+    name = os.path.basename(model)
+    if not name.endswith(".gguf"):
+        raise CheckpointError(f"model {model} is a file: expected a directory, a .gguf file or a Hub repository")
+    shard = _GGUF_SHARD.fullmatch(name)
+    if shard is None:
+        return {name}
+    stem, _, count = shard.groups()
+    if int(count) > 10_000:
+        raise CheckpointError(f"model {model} says that it is one of {int(count)} files: at most 10000 are read")
+    return {f"{stem}-{number:05d}-of-{count}.gguf" for number in range(1, int(count) + 1)}
+
+
+def hub_cache_dir() -> str:
+    """The Hub cache that huggingface_hub uses: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub."""
+    env = os.environ
+    cache_home = env.get("XDG_CACHE_HOME", "~/.cache")
+    home = env.get("HF_HOME", os.path.join(cache_home, "huggingface"))
+    path = env.get("HF_HUB_CACHE", env.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub")))
+    return os.path.expandvars(os.path.expanduser(path))
+
+
+def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str:
+    if not _REPO_ID.fullmatch(model):
+        raise CheckpointError(
+            f"model {model!r} is no directory, no .gguf file and no Hub repository: name one that this machine can read"
+        )
+    repo = os.path.join(download_dir or hub_cache_dir(), "models--" + model.replace("/", "--"))
+    wanted = revision or "main"
+    if ".." in wanted.split("/") or wanted.startswith("/"):
+        raise CheckpointError(f"revision {wanted!r} of model {model} is malformed: expected a branch, tag or commit")
+    reference = os.path.join(repo, "refs", wanted)
+    commit = wanted
+    if os.path.isfile(reference):
+        commit = _read_small(reference).decode("ascii", "replace").strip()
+    snapshot = os.path.join(repo, "snapshots", commit)
+    if "/" in commit or commit in {"", ".", ".."} or not os.path.isdir(snapshot):
+        raise CheckpointError(
+            f"model {model} at revision {wanted} is neither a directory nor in the Hub cache {os.path.dirname(repo)}: "
+            f"hf download {model}{f' --revision {revision}' if revision else ''}"
+        )
+    return os.path.abspath(snapshot)
+
+
+# ---- which files of it are read
+
+
+def _formats(root: str, load_format: str, *, hub: bool) -> list[str]:
+    """The format in force; for a Hub model in both formats both, as the engine's choice depends on the network."""
+    if load_format == "auto":
+        if not _matching(root, _MISTRAL_PATTERN):
+            return ["hf"]
+        return ["mistral", "hf"] if hub else ["mistral"]
+    if load_format not in _PATTERNS:
+        raise CheckpointError(
+            f"load format {load_format!r} reads no weight files that can be compared: "
+            f"expected auto, {', '.join(_PATTERNS)}"
+        )
+    return [load_format]
+
+
+def _choose(root: str, formats: list[str]) -> set[str]:
+    names: set[str] = set()
+    for load_format in formats:
+        for pattern in _PATTERNS[load_format]:
+            found = _matching(root, pattern)
+            if pattern.endswith(".safetensors") and load_format not in _UNINDEXED:
+                found = _indexed(root, found, _MISTRAL_INDEX if load_format == "mistral" else _HF_INDEX)
+            elif pattern == "*.bin":
+                _indexed(root, found, _BIN_INDEX)
+            found = {name for name in found if not name.endswith(_TRAINING_STATE)}
+            if found:
+                names |= found
+                break
+    return names | _nested(root) if names else names
+
+
+def _matching(root: str, pattern: str) -> set[str]:
+    try:
+        entries = os.listdir(root)
+    except OSError as e:
+        raise CheckpointError(f"checkpoint directory {root} cannot be listed: {e.strerror}") from e
+    return {name for name in entries if not name.startswith(".") and fnmatch.fnmatchcase(name, pattern)}
+
+
+def _indexed(root: str, found: set[str], index_name: str) -> set[str]:
+    """What the index names, which must be there; without an index, what was found."""
+    path = os.path.join(root, index_name)
+    if not os.path.lexists(path):
+        return found
+    try:
+        shards = set(msgspec.json.decode(_read_small(path), type=_Index).weight_map.values())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise CheckpointError(f"checkpoint index {path} is malformed: {e}; download the checkpoint again") from e
+    for shard in shards:
+        if os.path.isabs(shard) or ".." in shard.split("/"):
+            raise CheckpointError(f"checkpoint index {path} names {shard!r}, outside the checkpoint: edit the index")
+    missing = sorted(shard for shard in shards if shard not in found and not os.path.exists(os.path.join(root, shard)))
+    if missing:
+        listed = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        raise CheckpointError(f"checkpoint index {path} names shards that are missing: {listed}; download them again")
+    return {os.path.normpath(shard) for shard in shards}
+
+
+def _nested(root: str) -> set[str]:
+    """Weight files in sub-folders. Some models read them (projections of embedding models, audio encoders), which
+    only the model's class knows; one too many costs time, one too few would be a value that nobody compares.
+    """
+    names: set[str] = set()
+    for directory, folders, files in os.walk(root):
+        inner = os.path.relpath(directory, root)
+        depth = 0 if inner == "." else inner.count("/") + 1
+        folders[:] = [f for f in folders if not f.startswith(".")] if depth < _MAX_DEPTH else []
+        if depth:
+            names |= {
+                os.path.join(inner, name)
+                for name in files
+                if name.endswith(_WEIGHT_SUFFIXES) and not name.startswith(".") and not name.endswith(_TRAINING_STATE)
+            }
+    return names
+
+
+# ---- looking at files without being held up or fooled by them
+
+
+def kind_of(mode: int) -> str:
+    """The kind of a file in words, e.g. "a FIFO"."""
+    for test, word in (
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a character device"),
+        (stat.S_ISBLK, "a block device"),
+    ):
+        if test(mode):
+            return word
+    return "a regular file"
+
+
+def _settled(root: str, names: list[str]) -> list[WeightFile]:
+    """The files' records, made when none of them is so young that its next change could leave the same ctime."""
+    deadline = time.monotonic() + _SETTLE_LIMIT_S
+    while True:
+        files = [_look(root, name) for name in names]
+        youngest = max(files, key=lambda file: file.stat[4])
+        age_s = (time.time_ns() - youngest.stat[4]) / 1e9
+        # A ctime in the future comes from a clock that was set back; waiting for it would be no use.
+        if not 0 <= age_s < _SETTLE_S:
+            return files
+        if time.monotonic() > deadline:
+            path = os.path.join(root, youngest.name)
+            raise CheckpointError(f"weight file {path} is being written: start again when the checkpoint is complete")
+        time.sleep(_SETTLE_S - age_s)
+
+
+def _look(root: str, name: str) -> WeightFile:
+    path = os.path.join(root, name)
+    try:
+        info = os.stat(path)
+    except OSError as e:
+        raise CheckpointError(f"weight file {path} cannot be read: {e.strerror}; download the checkpoint again") from e
+    if not stat.S_ISREG(info.st_mode):
+        raise CheckpointError(f"weight file {path} is {kind_of(info.st_mode)}: expected a regular file")
+    if not os.access(path, os.R_OK, effective_ids=True):
+        raise CheckpointError(f"weight file {path} cannot be read: Permission denied; chmod u+r it or run as its owner")
+    return WeightFile(name, stat_tuple(info), _blob(path))
+
+
+def _blob(path: str) -> str:
+    try:
+        target = _BLOB_TARGET.fullmatch(os.readlink(path))
+    except OSError:  # not a symbolic link
+        return ""
+    return target[1] if target else ""
+
+
+def open_regular(path: str, what: str = "weight file") -> tuple[int, os.stat_result]:
+    """A descriptor of a regular file and its status; the caller closes it. Never waits for a FIFO's writer."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as e:
+        raise CheckpointError(
+            f"{what} {path} cannot be opened: {e.strerror}; name a checkpoint that can be read"
+        ) from e
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise CheckpointError(f"{what} {path} is {kind_of(info.st_mode)}: expected a regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, info
+
+
+@contextmanager
+def open_recorded(path: str, recorded: StatTuple) -> Iterator[int]:
+    """A descriptor of a file that is, and at the end still is, as recorded. Raises CheckpointError."""
+    fd, info = open_regular(path)
+    try:
+        check_unchanged(path, recorded, info)
+        yield fd
+        check_unchanged(path, recorded, os.fstat(fd))
+    finally:
+        os.close(fd)
+
+
+def check_unchanged(path: str, recorded: StatTuple, info: os.stat_result) -> None:
+    """Require the status that was recorded. Raises CheckpointError naming what differs."""
+    for field, was, now in zip(STAT_FIELDS, recorded, stat_tuple(info), strict=True):
+        if was != now:
+            raise CheckpointError(
+                f"weight file {path} changed since it was recorded: {field} was {was}, is {now}; "
+                "when nothing writes to the checkpoint any more: weightcachectl reload"
+            )
+
+
+def read_at(fd: int, path: str, buffer: memoryview, offset: int) -> None:
+    """Fill `buffer` from `offset`. Raises CheckpointError where the file ends or fails before."""
+    done = 0
+    while done < len(buffer):
+        try:
+            n = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as e:
+            raise CheckpointError(f"weight file {path} cannot be read at byte {offset + done}: {e.strerror}") from e
+        if n == 0:
+            raise CheckpointError(
+                f"weight file {path} ends at byte {offset + done}, expected {offset + len(buffer)}: it was cut short"
+            )
+        done += n
+
+
+def _read_small(path: str) -> bytes:
+    fd, info = open_regular(path, "file")
+    try:
+        if info.st_size > _MAX_INDEX_FILE_BYTES:
+            raise CheckpointError(f"file {path} has {info.st_size} bytes: expected at most {_MAX_INDEX_FILE_BYTES}")
+        data = bytearray(info.st_size)
+        read_at(fd, path, memoryview(data), 0)
+    finally:
+        os.close(fd)
+    return bytes(data)

@@ -1,0 +1,304 @@
+"""Digests of weight files: a sample in milliseconds, the full one on all cores and kept in the user's cache.
+
+    $XDG_CACHE_HOME/weightcached/           0700, else ~/.cache/weightcached/
+        digests/                            0700
+            <device>-<inode>.json           0600, one per weight file, replaced by rename
+
+xxh3-128 guards against accidents, not against a forger: docs/identity.md says why that is enough. Every read stands
+between two looks at the file's status, so a digest never mixes two states of a file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from weightcached.checkpoint import StatTuple, check_unchanged, open_recorded, read_at
+from weightcached.errors import CheckpointError
+from weightcached.headers import read_header
+
+# Both are part of what a digest means: other values, other digests, and CACHE_FORMAT must then change.
+CHUNK_BYTES = 64 << 20
+SAMPLE_BYTES = 4096
+CACHE_FORMAT = 1
+# Fits the second-level cache of one core together with its copy in the page cache's way.
+_READ_BYTES = 1 << 20
+_UNSTRUCTURED_SAMPLES = 256
+_MAX_ENTRY_BYTES = 4096
+_DIGEST_BYTES = 16
+
+Progress = Callable[[int, int], None]
+
+
+class Source(NamedTuple):
+    """A weight file to read, as it was recorded."""
+
+    path: str
+    stat: StatTuple
+
+    @property
+    def nbytes(self) -> int:
+        return self.stat[2]
+
+
+class CacheEntry(msgspec.Struct, frozen=True):
+    """One file's digest in the cache. `check` is the xxh3-64 of the other fields: a torn entry is no entry."""
+
+    format: int
+    stat: StatTuple
+    digest: str
+    check: str = ""
+
+
+def combine(kind: str, parts: Sequence[tuple[int, bytes]]) -> str:
+    """One hex digest of (size, digest) per file, in reading order. `kind` keeps sample and full digests apart."""
+    hasher = xxhash.xxh3_128(f"weightcached {kind} {CACHE_FORMAT}\0".encode())
+    for nbytes, digest in parts:
+        hasher.update(nbytes.to_bytes(8, "little") + digest)
+    return hasher.hexdigest()
+
+
+def check_current(source: Source) -> None:
+    """Require, without opening it, that the file is as recorded. Raises CheckpointError."""
+    try:
+        info = os.stat(source.path)
+    except OSError as e:
+        raise CheckpointError(f"weight file {source.path} is gone since it was recorded: {e.strerror}") from e
+    check_unchanged(source.path, source.stat, info)
+
+
+# ---- sample
+
+
+def sample_file(source: Source) -> bytes:
+    """Digest of a file's header and of SAMPLE_BYTES from the start, middle and end of each of its tensors.
+
+    Files of other kinds than safetensors are sampled at _UNSTRUCTURED_SAMPLES even distances.
+    """
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with open_recorded(source.path, source.stat) as fd:
+        if source.path.endswith(".safetensors"):
+            header = read_header(fd, source.path, source.nbytes)
+            hasher.update(header.raw)
+            ranges = sample_ranges([(tensor.begin, tensor.end) for tensor in header.tensors])
+        else:
+            ranges = sample_ranges(_even_spans(source.nbytes))
+        # All reads are in flight at once: on a cold disk or a network they would otherwise wait one after the other.
+        for begin, end in ranges:
+            os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+        for begin, end in ranges:
+            for piece in _pieces(fd, source.path, begin, end, buffer):
+                hasher.update(piece)
+    return hasher.digest()
+
+
+def sample_ranges(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Start, middle and end of every span, each SAMPLE_BYTES, as (begin, end); neighbours are read in one go.
+
+    `spans` are sorted and do not overlap; neither do the ranges.
+    """
+    ranges: list[tuple[int, int]] = []
+    for begin, end in spans:
+        middle = (begin + end - SAMPLE_BYTES) // 2
+        for start in (begin, max(begin, middle), max(begin, end - SAMPLE_BYTES)):
+            stop = min(start + SAMPLE_BYTES, end)
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
+            elif start < stop:
+                ranges.append((start, stop))
+    return ranges
+
+
+def _even_spans(nbytes: int) -> list[tuple[int, int]]:
+    edges = [nbytes * i // _UNSTRUCTURED_SAMPLES for i in range(_UNSTRUCTURED_SAMPLES + 1)]
+    return list(pairwise(edges))
+
+
+def _pieces(fd: int, path: str, begin: int, end: int, buffer: memoryview) -> Iterator[memoryview]:
+    """The bytes from `begin` to `end`, piece by piece in the one buffer."""
+    while begin < end:
+        piece = buffer[: min(len(buffer), end - begin)]
+        read_at(fd, path, piece, begin)
+        yield piece
+        begin += len(piece)
+
+
+# ---- full digest
+
+
+def digest_files(
+    sources: Sequence[Source], *, progress: Progress | None = None, workers: int | None = None
+) -> list[bytes]:
+    """Digest of every byte of every file, on `workers` threads (default: one per usable core).
+
+    A file whose digest is cached under its present status is not opened. progress(done, total) counts bytes and is
+    called in this thread. Raises CheckpointError for a file that is not, or does not stay, as recorded.
+    """
+    for source in sources:
+        check_current(source)
+    cache = DigestCache.of_user()
+    digests = {source: cache.get(source.stat) for source in sources}
+    todo = [source for source, digest in digests.items() if digest is None]
+    total = sum(source.nbytes for source in digests)
+    done = total - sum(source.nbytes for source in todo)
+    if progress is not None:
+        progress(done, total)
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    if todo:
+        for source, digest in _digest_uncached(todo, workers or usable_cores(), advance):
+            digests[source] = digest
+            cache.put(source.stat, digest)
+    return [digest for digest in (digests[source] for source in sources) if digest is not None]
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _digest_uncached(
+    sources: Sequence[Source], workers: int, advance: Callable[[int], None]
+) -> Iterator[tuple[Source, bytes]]:
+    """Digests as files become complete. Chunks, not files, are spread over the threads: a model of one large file
+    uses all cores too.
+    """
+    # Imported here: an engine that decides on the first rung does not pay for it.
+    from concurrent.futures import Future, ThreadPoolExecutor, as_completed  # noqa: PLC0415
+
+    stop = threading.Event()
+    chunks: dict[Source, list[bytes]] = {source: [b""] * -(-source.nbytes // CHUNK_BYTES) for source in sources}
+    missing = {source: len(parts) for source, parts in chunks.items()}
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="weight-digest")
+    try:
+        places: dict[Future[bytes], tuple[Source, int]] = {}
+        for source, parts in chunks.items():
+            if not parts:
+                yield source, _digest_chunk(source, 0, stop)
+            for number in range(len(parts)):
+                places[pool.submit(_digest_chunk, source, number, stop)] = (source, number)
+        for future in as_completed(places):
+            source, number = places[future]
+            chunks[source][number] = future.result()
+            missing[source] -= 1
+            advance(_chunk_end(source, number) - number * CHUNK_BYTES)
+            if not missing[source]:
+                yield source, xxhash.xxh3_128(b"".join(chunks.pop(source))).digest()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _chunk_end(source: Source, number: int) -> int:
+    return min((number + 1) * CHUNK_BYTES, source.nbytes)
+
+
+def _digest_chunk(source: Source, number: int, stop: threading.Event) -> bytes:
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with open_recorded(source.path, source.stat) as fd:
+        for piece in _pieces(fd, source.path, number * CHUNK_BYTES, _chunk_end(source, number), buffer):
+            # Somebody else failed: nobody asks for this chunk any more.
+            if stop.is_set():
+                break
+            hasher.update(piece)
+    return hasher.digest()
+
+
+# ---- cache
+
+
+class DigestCache:
+    """Digests of files by their status. Losing it costs time only, so faults of the cache are misses, never errors.
+
+    One entry per file, named by device and inode: a changed file replaces its own entry, and two processes that
+    write the same one both write the same content.
+    """
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+
+    @classmethod
+    def of_user(cls) -> DigestCache:
+        """The cache of this user; one that never hits where no directory can be named or made."""
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        directory = os.path.join(base, "weightcached", "digests")
+        if not os.path.isabs(base):
+            return cls(None)
+        with suppress(OSError):
+            os.makedirs(base, mode=0o700, exist_ok=True)
+            for each in (os.path.dirname(directory), directory):
+                with suppress(FileExistsError):
+                    os.mkdir(each, mode=0o700)
+        private = _only_ours(os.path.dirname(directory)) and _only_ours(directory)
+        return cls(directory if private else None)
+
+    def get(self, key: StatTuple) -> bytes | None:
+        """The digest of the file with exactly this status, or None."""
+        if self._directory is None:
+            return None
+        try:
+            entry = msgspec.json.decode(self._read(_path(self._directory, key)), type=CacheEntry)
+            digest = bytes.fromhex(entry.digest)
+        except (OSError, ValueError):  # msgspec.DecodeError is a ValueError
+            return None
+        return digest if entry == _entry(key, entry.digest) and len(digest) == _DIGEST_BYTES else None
+
+    def put(self, key: StatTuple, digest: bytes) -> None:
+        """Keep a digest; does nothing where the directory cannot be written to."""
+        if self._directory is None:
+            return
+        # Random: two containers that share a home may also share process ids.
+        temporary = os.path.join(self._directory, f".{os.urandom(8).hex()}")
+        with suppress(OSError):
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, msgspec.json.encode(_entry(key, digest.hex())))
+                os.rename(temporary, _path(self._directory, key))
+            except OSError:
+                os.unlink(temporary)
+            finally:
+                os.close(fd)
+
+    @staticmethod
+    def _read(path: str) -> bytes:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+                return b""
+            return os.read(fd, _MAX_ENTRY_BYTES)
+        finally:
+            os.close(fd)
+
+
+def _path(directory: str, key: StatTuple) -> str:
+    return os.path.join(directory, f"{key[0]:x}-{key[1]:x}.json")
+
+
+def _only_ours(directory: str) -> bool:
+    # A directory that others may write to could be filled by them with digests of their choice.
+    try:
+        info = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
+
+
+def _entry(key: StatTuple, digest: str) -> CacheEntry:
+    check = xxhash.xxh3_64(msgspec.json.encode(CacheEntry(CACHE_FORMAT, key, digest))).hexdigest()
+    return CacheEntry(CACHE_FORMAT, key, digest, check)
