@@ -79,7 +79,8 @@ def random_tensor(
     """Norm weights near one, everything else normal with variance 1/fan-in."""
     if len(shape) == 1:
         return (1 + 0.1 * torch.randn(shape, generator=generator, device=device)).to(dtype).cpu()
-    scale = 1.0 if "embed" in name else shape[-1] ** -0.5
+    # Small embeddings: a tied head would otherwise only ever repeat the token that stands in the residual stream.
+    scale = 0.02 if "embed" in name else shape[-1] ** -0.5
     return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype).cpu()
 
 
