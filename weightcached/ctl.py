@@ -80,8 +80,9 @@ def main() -> None:
 @_json
 @click.option("--watch", is_flag=True, help="Show changes until interrupted.")
 def status(devices: Sequence[str], as_json: bool, watch: bool) -> None:
-    """Show the caches of every daemon, or of those of DEVICE.
+    """Show the caches of all daemons.
 
+    With DEVICE, of these only.
     Exit status: 0 shown, 3 no daemon answered.
     """
     if not watch:
@@ -154,8 +155,9 @@ def _watched(answers: Answers) -> list[str]:
     help="Wait at most this long; the reload itself goes on.",
 )  # fmt: skip
 def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s: float) -> None:
-    """Read the manifest again and load what changed, failed or was released.
+    """Read the manifest again and follow it.
 
+    Loads what changed, failed or was released.
     Waits for the end and reports each cache. What is being served stays until its successor is complete.
     Exit status: 0 all well, 1 a cache failed or the manifest was refused, 3 no daemon answered.
     """
@@ -199,9 +201,10 @@ def _display() -> ProgressDisplay:
 @_on_devices
 @click.option("--force", is_flag=True, help="Also while engines map it; their memory stays until they end.")
 def drop(cache: str, devices: Sequence[str], force: bool) -> None:
-    """Free CACHE, a model's name or MODEL/ROLE, on every device that has it.
+    """Free CACHE on every device that has it.
 
-    Refuses while an engine maps it, unless --force is given. 'weightcachectl reload' brings it back.
+    CACHE is a model's name or MODEL/ROLE. Refuses while an engine maps it, unless --force is given.
+    'weightcachectl reload' brings it back.
     Exit status: 0 freed, 1 refused or no such cache, 3 no daemon answered.
     """
     from weightcached import ctl_reload
@@ -223,7 +226,10 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
 @main.command()
 @_json
 def devices(as_json: bool) -> None:
-    """List the GPUs of this machine and the host-memory devices in use, with their models and daemons."""
+    """List devices, with their models and daemons.
+
+    GPUs of this machine, and what else the manifest or a socket names.
+    """
     from weightcached import ctl_devices
 
     found, problems = ctl_devices.all_devices()
@@ -238,7 +244,7 @@ def devices(as_json: bool) -> None:
 @main.command()
 @_devices
 def start(devices: Sequence[str]) -> None:
-    """Start the units of DEVICE and wait until they serve.
+    """Start units and wait until they serve.
 
     Exit status: 0 all serve, 1 a unit failed.
     """
@@ -248,8 +254,9 @@ def start(devices: Sequence[str]) -> None:
 @main.command()
 @_devices
 def stop(devices: Sequence[str]) -> None:
-    """Stop the units of DEVICE, which frees their memory as soon as no engine maps it.
+    """Stop units, which frees their memory.
 
+    What engines map is freed as they end.
     Exit status: 0 all stopped, 1 a unit ended otherwise.
     """
     _run_job("stop", devices)
@@ -258,8 +265,9 @@ def stop(devices: Sequence[str]) -> None:
 @main.command()
 @_devices
 def restart(devices: Sequence[str]) -> None:
-    """Restart the units of DEVICE; what is resident stays and is not loaded again.
+    """Restart units; what is resident stays.
 
+    Nothing is loaded again that the manifest still wants.
     Exit status: 0 all serve, 1 a unit failed.
     """
     _run_job("restart", devices)
@@ -284,7 +292,7 @@ def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
 
 @main.command()
 def install() -> None:
-    """Write the unit files and an example manifest for this user.
+    """Write unit files and an example manifest.
 
     Files that were edited since are kept. Exit status: 0 written or there already, 1 something is in the way.
     """
@@ -303,7 +311,9 @@ def install() -> None:
 
 @main.command()
 def uninstall() -> None:
-    """Remove what 'install' wrote, as far as nobody edited it. Running units go on.
+    """Remove what 'install' wrote.
+
+    Files that somebody edited stay. Running units go on.
 
     Exit status: 0 also where edited files are left; they are named.
     """
@@ -322,8 +332,9 @@ def _report_files(outcomes: Sequence[Outcome]) -> None:
 @main.command()
 @_json
 def doctor(as_json: bool) -> None:
-    """Check everything that a daemon and its engines need, and name the command that mends it.
+    """Check what daemons and engines need.
 
+    Each finding is one line, with the command that mends it.
     Exit status: 0 nothing failed (warnings count as that), 1 something failed.
     """
     from weightcached import doctor as checks
@@ -340,8 +351,9 @@ def doctor(as_json: bool) -> None:
 @click.argument("cache", metavar="[CACHE]", required=False)
 @_on_devices
 def verify(cache: str | None, devices: Sequence[str]) -> None:
-    """Compute the digests of what is resident again and compare them with those made while loading.
+    """Compare resident bytes with their digests.
 
+    The digests were made while loading.
     CACHE is a model's name or MODEL/ROLE; all ready caches without it.
     Exit status: 0 all equal, 1 something differs or could not be read, 3 no daemon answered.
     """

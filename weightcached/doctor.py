@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pwd
 import re
 import shlex
 import stat
@@ -26,7 +27,7 @@ from weightcached.install import UNITS, config_home, unit_dir
 from weightcached.manifest import ALL, Manifest, load_manifest
 from weightcached.paths import check_private_dir, check_socket, is_host_device, manifest_path, runtime_dir
 
-# FDPOLL=0 (systemd.exec(5)) and pidfd_open(2).
+# FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
 SYSTEMD_MIN = 246
 KERNEL_MIN = (5, 3)
 COMMAND_TIMEOUT_S = 20.0
@@ -62,15 +63,21 @@ def as_line(finding: Finding) -> str:
 def examine() -> list[Finding]:
     """All findings, in the order in which a daemon needs things."""
     findings = [*_versions(), *_session(), *_manager(), *_units(), *_runtime_directory()]
+    manifest, finding = _manifest()
+    return [*findings, finding, *_interpreters(manifest), *_gpus(manifest), *_sockets()]
+
+
+def _manifest() -> tuple[Manifest | None, Finding]:
     try:
-        manifest: Manifest | None = load_manifest(manifest_path())
+        path = manifest_path()
     except ManifestError as e:
-        manifest = None
-        findings.append(Finding("manifest", "fail", str(e), "edit it, then: weightcachectl doctor"))
-    if manifest:
-        names = ", ".join(model.name for model in manifest.models)
-        findings.append(Finding("manifest", "ok", f"{manifest.path}: {names}"))
-    return [*findings, *_interpreters(manifest), *_gpus(manifest), *_sockets()]
+        return None, Finding("manifest", "fail", str(e), "weightcachectl install")
+    try:
+        manifest = load_manifest(path)
+    except ManifestError as e:
+        return None, Finding("manifest", "fail", str(e), f"edit {path}")
+    names = ", ".join(model.name for model in manifest.models)
+    return manifest, Finding("manifest", "ok", f"{path}: {names}")
 
 
 def _output(*command: str) -> str | None:
@@ -116,8 +123,6 @@ def _session() -> Iterator[Finding]:
 
 def _linger_file(uid: int) -> bool:
     # loginctl knows a user only while he is logged in or lingers; logind keeps the setting here.
-    import pwd
-
     try:
         return Path("/var/lib/systemd/linger", pwd.getpwuid(uid).pw_name).exists()
     except KeyError:
@@ -130,7 +135,7 @@ def _xdg_runtime_dir(uid: int) -> Finding:
     if not value:
         return Finding("XDG_RUNTIME_DIR", "warn", f"is not set, /run/user/{uid} is used", fix)
     try:
-        info = os.stat(value)
+        info = Path(value).stat()
     except OSError as e:
         return Finding("XDG_RUNTIME_DIR", "fail", f"{value}: {e.strerror}", f"loginctl enable-linger {uid}; {fix}")
     if info.st_uid != uid:
@@ -281,4 +286,4 @@ def _persistence(uuid: str) -> Finding:
     warning = importlib.import_module("weightcached.devices").persistence_warning(uuid)
     if warning:
         return Finding("GPU", "warn", str(warning), f"sudo nvidia-smi -i {uuid} -pm 1")
-    return Finding("GPU", "ok", f"{uuid}: persistence mode is not off")
+    return Finding("GPU", "ok", f"{uuid}: persistence mode is on, or cannot be read")
