@@ -58,6 +58,7 @@ class _Entry(msgspec.Struct):
 
 _entries = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _entry = msgspec.json.Decoder(_Entry)
+_metadata = msgspec.json.Decoder(dict[str, str])
 
 
 def read_header(fd: int, path: str, file_nbytes: int) -> Header:
@@ -67,9 +68,9 @@ def read_header(fd: int, path: str, file_nbytes: int) -> Header:
         raise CheckpointError(f"weight file {path}: its header describes more than {MAX_TENSORS} tensors")
     try:
         entries = _entries.decode(raw)
+        _metadata.decode(entries.pop(_METADATA, msgspec.Raw(b"{}")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise CheckpointError(f"weight file {path}: its header is no safetensors header: {e}") from e
-    entries.pop(_METADATA, None)
     data_begin = _LENGTH_BYTES + len(raw)
     tensors = [_span(path, name, entry, data_begin) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))

@@ -1,0 +1,214 @@
+"""install and uninstall: what is written, that nothing of the operator's is lost, and what is said."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from weightcached import install as files
+from weightcached.ctl import main
+from weightcached.install import InstallError, Outcome, install, is_unmodified, source, uninstall
+
+UNIT = "systemd/user/weightcached@.service"
+TARGET = "systemd/user/weightcached.target"
+MANIFEST = "weightcached/manifest.yaml"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+def make_bin(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in ("weightcached", "weightcachectl"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Path:
+    return make_bin(tmp_path / "bin")
+
+
+def actions(outcomes: list[Outcome], config: Path) -> dict[str, str]:
+    return {str(outcome.path.relative_to(config)): outcome.action for outcome in outcomes}
+
+
+def exec_lines(config: Path) -> list[str]:
+    return [line for line in (config / UNIT).read_text().splitlines() if line.startswith("Exec")]
+
+
+def test_install_writes_units_with_this_environments_commands(config: Path, commands: Path) -> None:
+    assert actions(install(bin_dir=commands), config) == {UNIT: "wrote", TARGET: "wrote", MANIFEST: "wrote"}
+    assert exec_lines(config) == [
+        f"ExecStart={commands}/weightcached serve %i",
+        f"ExecReload={commands}/weightcachectl reload %i",
+    ]
+    assert (config / MANIFEST).read_text().endswith(source("manifest.yaml").read_text())
+    assert not list(config.rglob(".*")), "a partial file is left"
+
+
+def test_second_install_changes_nothing(config: Path, commands: Path) -> None:
+    install(bin_dir=commands)
+    before = {path: path.stat().st_mtime_ns for path in config.rglob("*") if path.is_file()}
+    assert set(actions(install(bin_dir=commands), config).values()) == {"unchanged"}
+    assert before == {path: path.stat().st_mtime_ns for path in config.rglob("*") if path.is_file()}
+
+
+def test_install_from_another_environment_updates_the_unit_only(config: Path, commands: Path, tmp_path: Path) -> None:
+    install(bin_dir=commands)
+    other = make_bin(tmp_path / "other")
+    assert actions(install(bin_dir=other), config) == {UNIT: "updated", TARGET: "unchanged", MANIFEST: "unchanged"}
+    assert exec_lines(config)[0] == f"ExecStart={other}/weightcached serve %i"
+
+
+def test_edited_files_are_kept_by_install_and_uninstall(config: Path, commands: Path, tmp_path: Path) -> None:
+    install(bin_dir=commands)
+    for name in (UNIT, MANIFEST):
+        with (config / name).open("a") as file:
+            file.write("# mine\n")
+    kept = {name: (config / name).read_bytes() for name in (UNIT, MANIFEST)}
+    other = make_bin(tmp_path / "other")
+    assert actions(install(bin_dir=other), config) == {UNIT: "kept", TARGET: "unchanged", MANIFEST: "kept"}
+    assert actions(uninstall(), config) == {UNIT: "kept", TARGET: "removed", MANIFEST: "kept"}
+    assert {name: (config / name).read_bytes() for name in (UNIT, MANIFEST)} == kept
+
+
+def test_manifest_that_was_there_before_is_kept(config: Path, commands: Path) -> None:
+    (config / MANIFEST).parent.mkdir(parents=True)
+    (config / MANIFEST).write_text("version: 1\n")
+    assert actions(install(bin_dir=commands), config)[MANIFEST] == "kept"
+    assert (config / MANIFEST).read_text() == "version: 1\n"
+
+
+def test_older_versions_example_is_never_overwritten_but_removed(config: Path, commands: Path) -> None:
+    text = "version: 1  # an older example\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    old = f"# Written by 'weightcachectl install', unchanged while sha256 is {digest}\n"
+    (config / MANIFEST).parent.mkdir(parents=True)
+    (config / MANIFEST).write_text(old + text)
+    assert actions(install(bin_dir=commands), config)[MANIFEST] == "kept"
+    assert actions(uninstall(), config)[MANIFEST] == "removed"
+
+
+def test_uninstall_removes_what_install_wrote(config: Path, commands: Path) -> None:
+    install(bin_dir=commands)
+    assert actions(uninstall(), config) == {UNIT: "removed", TARGET: "removed", MANIFEST: "removed"}
+    assert actions(uninstall(), config) == {UNIT: "absent", TARGET: "absent", MANIFEST: "absent"}
+
+
+def test_modification_is_seen_wherever_it_is(config: Path, commands: Path) -> None:
+    install(bin_dir=commands)
+    text = (config / UNIT).read_text()
+    assert is_unmodified(text)
+    assert not is_unmodified(text + " ")
+    assert not is_unmodified(text.replace("Restart=", "#Restart="))
+    assert not is_unmodified(text.partition("\n")[2])
+    assert not is_unmodified("\n" + text)
+
+
+@pytest.mark.parametrize(
+    ("folder", "written"),
+    [
+        ("100%", "DIR/100%%/weightcached"),
+        ("with space", '"DIR/with space/weightcached"'),
+        ('quo"te', '"DIR/quo\\"te/weightcached"'),
+        ("back\\slash", '"DIR/back\\\\slash/weightcached"'),
+    ],
+)
+def test_odd_paths_are_quoted_for_systemd(config: Path, tmp_path: Path, folder: str, written: str) -> None:
+    install(bin_dir=make_bin(tmp_path / folder))
+    assert exec_lines(config)[0] == f"ExecStart={written.replace('DIR', str(tmp_path))} serve %i"
+
+
+def test_path_that_a_unit_cannot_hold_is_refused_before_anything_is_written(config: Path, tmp_path: Path) -> None:
+    folder = make_bin(tmp_path / "a$b")
+    with pytest.raises(InstallError) as caught:
+        install(bin_dir=folder)
+    assert str(caught.value) == (
+        f"'{folder}/weightcached' cannot stand in a unit file: install the package under a path without '$'"
+    )
+    assert not config.exists()
+
+
+def test_environment_without_the_commands_is_refused(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(InstallError) as caught:
+        install(bin_dir=tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}/weightcached is not an executable file: install the package weightcached there"
+    )
+    assert not config.exists()
+
+
+def test_directory_in_the_way_is_named(config: Path, commands: Path) -> None:
+    (config / UNIT).mkdir(parents=True)
+    with pytest.raises(InstallError) as caught:
+        install(bin_dir=commands)
+    assert str(caught.value) == f"{config / UNIT}: Is a directory: move it away"
+
+
+@pytest.fixture
+def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A systemctl that logs its arguments and answers with the status in `status`."""
+    folder = tmp_path / "path"
+    folder.mkdir()
+    (folder / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {folder}/log\nexit $(cat {folder}/status)\n')
+    (folder / "systemctl").chmod(0o755)
+    (folder / "status").write_text("1")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def test_commands_say_what_was_done_and_what_comes_next(
+    config: Path, commands: Path, no_manager: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(commands))
+    written = CliRunner().invoke(main, ["install"])
+    assert (written.exit_code, written.stderr) == (0, "")
+    assert written.stdout.replace(str(config), "CONFIG") == (
+        "wrote CONFIG/systemd/user/weightcached@.service\n"
+        "wrote CONFIG/systemd/user/weightcached.target\n"
+        "wrote CONFIG/weightcached/manifest.yaml\n"
+        "no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'\n"
+        "next:\n"
+        "  edit CONFIG/weightcached/manifest.yaml\n"
+        "  loginctl enable-linger\n"
+        "  weightcachectl doctor\n"
+        "  systemctl --user enable weightcached@DEVICE.service\n"
+        "  weightcachectl start DEVICE\n"
+    )
+    (config / MANIFEST).write_text("mine")
+    (no_manager / "status").write_text("0")
+    removed = CliRunner().invoke(main, ["uninstall"])
+    assert (removed.exit_code, removed.stderr) == (0, "")
+    assert removed.stdout.replace(str(config), "CONFIG") == (
+        "removed CONFIG/systemd/user/weightcached@.service\n"
+        "removed CONFIG/systemd/user/weightcached.target\n"
+        "kept CONFIG/weightcached/manifest.yaml, which was edited\n"
+    )
+    assert (no_manager / "log").read_text() == "--user daemon-reload\n" * 2
+
+
+def test_install_says_nothing_of_the_manager_where_it_answers(
+    config: Path, commands: Path, no_manager: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(commands))
+    (no_manager / "status").write_text("0")
+    assert "manager" not in CliRunner().invoke(main, ["install"]).stdout
+
+
+def test_failed_install_exits_1(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
+    result = CliRunner().invoke(main, ["install"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"weightcachectl: {tmp_path}/weightcached is not an executable file: install the package weightcached there\n"
+    )

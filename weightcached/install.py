@@ -1,0 +1,161 @@
+"""`weightcachectl install` and `uninstall`: the unit files and an example manifest in the user's configuration.
+
+Every file written begins with a line that holds the digest of the rest. So a file that somebody has edited is
+recognised, by this and by every later version, and never overwritten or removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from weightcached.errors import WeightcachedError
+
+UNITS = ("weightcached@.service", "weightcached.target")
+MANIFEST = "manifest.yaml"
+# Where the commands stand in the unit file of the tree, as a distribution would install them.
+_PACKAGED_BIN = "/usr/bin"
+_COMMANDS = ("weightcached", "weightcachectl")
+_HEADER = re.compile(r"# Written by 'weightcachectl install', unchanged while sha256 is ([0-9a-f]{64})\n")
+
+Action = Literal["wrote", "unchanged", "updated", "kept", "removed", "absent"]
+
+
+class InstallError(WeightcachedError):
+    """The files cannot be installed; the text says what is in the way."""
+
+    code = "install"
+
+
+class Outcome(NamedTuple):
+    """What was done with one file."""
+
+    path: Path
+    action: Action
+
+
+def config_home() -> Path:
+    """$XDG_CONFIG_HOME, or ~/.config."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+
+
+def unit_dir() -> Path:
+    """Where the user manager looks for the user's own units."""
+    return config_home() / "systemd/user"
+
+
+def destinations() -> dict[Path, str]:
+    """Every file that install() writes, and the name of its source."""
+    files = {unit_dir() / name: name for name in UNITS}
+    return files | {config_home() / "weightcached" / MANIFEST: MANIFEST}
+
+
+def install(*, bin_dir: Path | None = None) -> list[Outcome]:
+    """Write what is absent, update what nobody edited, keep the rest. Raises InstallError before writing anything."""
+    commands = bin_dir or Path(sysconfig.get_path("scripts"))
+    contents = {path: _stamped(_content(name, commands)) for path, name in destinations().items()}
+    return [_each(path, lambda path: Outcome(path, _write(path, contents[path]))) for path in contents]
+
+
+def uninstall() -> list[Outcome]:
+    """Remove the files that install() wrote and nobody edited. Raises InstallError."""
+    return [_each(path, lambda path: Outcome(path, _remove(path))) for path in destinations()]
+
+
+def is_unmodified(text: str) -> bool:
+    """Whether a file's text is as install() wrote it, in this version or another."""
+    header = _HEADER.match(text)
+    return header is not None and header[1] == _digest(text[header.end() :])
+
+
+def reload_manager() -> bool:
+    """Have the user manager read its unit files again. False where none answers."""
+    try:
+        done = subprocess.run(["systemctl", "--user", "daemon-reload"], capture_output=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def source(name: str) -> Path:
+    """A unit file or the example manifest: inside the installed package, or at the top of a source tree."""
+    folder = "etc" if name == MANIFEST else "systemd"
+    package = Path(__file__).parent
+    packaged = package / "data" / folder / name
+    if packaged.exists():
+        return packaged
+    return package.parent / ("etc/weightcached" if name == MANIFEST else "systemd") / name
+
+
+def _content(name: str, commands: Path) -> str:
+    text = source(name).read_text(encoding="utf-8")
+    if name != UNITS[0]:
+        return text
+    for command in _COMMANDS:
+        if not os.access(commands / command, os.X_OK):
+            raise InstallError(
+                f"{commands / command} is not an executable file: install the package weightcached there"
+            )
+        text = text.replace(f"={_PACKAGED_BIN}/{command} ", f"={_quoted(commands / command)} ")
+    return text
+
+
+def _quoted(command: Path) -> str:
+    """The path as systemd reads it in a command line (systemd.service(5), COMMAND LINES)."""
+    text = str(command)
+    if not re.fullmatch(r"[^\x00-\x1f$]+", text):
+        raise InstallError(f"{text!r} cannot stand in a unit file: install the package under a path without '$'")
+    text = text.replace("%", "%%")
+    if not re.search(r"[\s\"'\\;]", text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _stamped(text: str) -> str:
+    return f"# Written by 'weightcachectl install', unchanged while sha256 is {_digest(text)}\n{text}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _each(path: Path, action: Callable[[Path], Outcome]) -> Outcome:
+    try:
+        return action(path)
+    except (OSError, UnicodeDecodeError) as e:
+        raise InstallError(f"{path}: {e.strerror if isinstance(e, OSError) else 'not UTF-8'}: move it away") from e
+
+
+def _write(path: Path, text: str) -> Action:
+    action: Action = "wrote"
+    if os.path.lexists(path):
+        old = path.read_text(encoding="utf-8")
+        if old == text:
+            return "unchanged"
+        # A manifest is the operator's from its first day: a newer example is no reason to touch it.
+        if path.name == MANIFEST or not is_unmodified(old):
+            return "kept"
+        action = "updated"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return action
+
+
+def _remove(path: Path) -> Action:
+    if not os.path.lexists(path):
+        return "absent"
+    if not is_unmodified(path.read_text(encoding="utf-8")):
+        return "kept"
+    path.unlink()
+    return "removed"
