@@ -14,13 +14,14 @@ import gc
 import os
 import threading
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 MIB = 1 << 20
 _MEMFD_NAME = "fake-cuda-allocation-"
@@ -32,6 +33,7 @@ class CUresult(IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NOT_INITIALIZED = 3
+    CUDA_ERROR_DEINITIALIZED = 4
     CUDA_ERROR_NO_DEVICE = 100
     CUDA_ERROR_INVALID_DEVICE = 101
     CUDA_ERROR_INVALID_CONTEXT = 201
@@ -198,7 +200,12 @@ def _require(condition: bool, result: CUresult = CUresult.CUDA_ERROR_INVALID_VAL
 
 
 class FakeDriver:
-    """One process's view of the driver. Pass it where cuda.bindings.driver is expected."""
+    """One process's view of the driver. Pass it where cuda.bindings.driver is expected.
+
+    Several in one process are as several processes on one machine: they share the GPU's memory, nothing else.
+    """
+
+    instances: ClassVar[weakref.WeakSet[FakeDriver]] = weakref.WeakSet()
 
     def __init__(self, *gpus: FakeGpu, version: int = 13000, granularity: int = 2 * MIB) -> None:
         self.__dict__.update({kind.__name__: kind for kind in _DRIVER_TYPES})
@@ -208,6 +215,7 @@ class FakeDriver:
         self.calls: list[str] = []
         self._faults: dict[tuple[str, int], CUresult] = {}
         self._initialised = False
+        self._dead = False
         self._handles: dict[int, _Handle] = {}
         self._mappings: dict[int, _Mapping] = {}
         self._reservations: dict[int, int] = {}
@@ -216,6 +224,10 @@ class FakeDriver:
         self._next_handle = 1
         self._next_address = _FIRST_ADDRESS
         self._thread = threading.local()
+        self.instances.add(self)
+
+    def __del__(self) -> None:
+        self.die()
 
     # ---- what tests ask and do
 
@@ -228,7 +240,7 @@ class FakeDriver:
             handles=len(self._handles),
             mappings=len(self._mappings),
             reservations=len(self._reservations),
-            descriptors=len(_allocation_fds() - self._internal_fds()),
+            descriptors=len(_allocation_fds() - self._all_internal_fds()),
             contexts=self._retained.total(),
         )
 
@@ -252,7 +264,8 @@ class FakeDriver:
             view = view[nbytes:]
 
     def die(self) -> None:
-        """End like a killed process: everything but exported descriptors is gone."""
+        """End like a killed process: everything but exported descriptors is gone, calls are too late."""
+        self._dead = True
         for fd in self._internal_fds():
             os.close(fd)
         self._handles.clear()
@@ -427,6 +440,7 @@ class FakeDriver:
         self.calls.append(name)
         if (fault := self._faults.pop((name, self.calls.count(name)), None)) is not None:
             raise _Error(fault)
+        _require(not self._dead, CUresult.CUDA_ERROR_DEINITIALIZED)
         _require(self._initialised or not initialised, CUresult.CUDA_ERROR_NOT_INITIALIZED)
         _require(not context or self._alive(self.current_context()), CUresult.CUDA_ERROR_INVALID_CONTEXT)
 
@@ -476,15 +490,22 @@ class FakeDriver:
     def _internal_fds(self) -> set[int]:
         return {handle.fd for handle in self._handles.values()} | {m.fd for m in self._mappings.values()}
 
+    def _all_internal_fds(self) -> set[int]:
+        return set().union(*(driver._internal_fds() for driver in self.instances))
+
     def _used_bytes(self) -> int:
-        """Bytes of all allocations that anything in this process keeps alive, each counted once."""
-        stats = [os.fstat(fd) for fd in _allocation_fds() | self._internal_fds()]
+        """Bytes of all allocations that a handle, mapping or descriptor keeps alive, each counted once."""
+        stats = [os.fstat(fd) for fd in _allocation_fds()]
         return sum({stat.st_ino: stat.st_size for stat in stats}.values())
 
 
 class DeviceArrayLike(Protocol):
-    address: int
-    nbytes: int
+    @property
+    def mapped(self) -> object: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class FakeTensor:
@@ -501,6 +522,11 @@ class FakeTensor:
 
     def write(self, data: bytes, offset: int = 0) -> None:
         self._driver.write(self.address + offset, data)
+
+    @property
+    def owner(self) -> object:
+        """What keeps the memory mapped."""
+        return self._array.mapped
 
     def view(self) -> FakeTensor:
         return FakeTensor(self._driver, self._array)

@@ -29,7 +29,7 @@ class DeviceArray:
     """
 
     def __init__(self, mapped: MappedRange, offset: int, nbytes: int, ordinal: int) -> None:
-        self._mapped = mapped
+        self.mapped = mapped
         self.address = mapped.address + offset
         self.nbytes = nbytes
         self.ordinal = ordinal

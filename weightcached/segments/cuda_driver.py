@@ -84,9 +84,18 @@ class Driver:
 
     def give_back(self, name: str, *arguments: Any) -> None:
         """Call what gives a resource back. A failure is logged: the rest must be given back as well."""
-        try:
+        with logged():
             self.call(name, *arguments, failing="a CUDA resource stays until this process ends")
-        except SegmentError as e:
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[None]:
+    """Log an error instead of raising it, for what must not raise."""
+    try:
+        yield
+    except SegmentError as e:
+        # Late in the process's end the driver has already given everything back.
+        if not (isinstance(e, CudaError) and e.result == "CUDA_ERROR_DEINITIALIZED"):
             log.error("%s", e)
 
 
@@ -194,13 +203,10 @@ class MappedRange:
         """
         if self._resources is None:
             return
-        try:
-            with self._context.current():
-                self._context.synchronize(f"{self.nbytes} bytes at {self.address:#x} stay mapped")
-                self._resources.close()
-                self._resources = None
-        except SegmentError as e:
-            log.error("%s", e)
+        with logged(), self._context.current():
+            self._context.synchronize(f"{self.nbytes} bytes at {self.address:#x} stay mapped")
+            self._resources.close()
+            self._resources = None
 
     def __del__(self) -> None:
         # At its end the process gives everything back at once, and parts of Python are gone by then.
