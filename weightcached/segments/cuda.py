@@ -1,0 +1,254 @@
+"""The CUDA backend: segments as exportable GPU memory, and how torch sees it in place.
+
+A published segment belongs to its descriptors and mappings, not to a process. Engines map all segments of an index
+into one address range whose pages they cannot write. The calls behind it, and who gives what back, are in
+cuda_driver.py; who uses how much memory is devices.py's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from weightcached import devices
+from weightcached.errors import OutOfDeviceMemoryError, SegmentError
+from weightcached.segments.api import BackendName
+from weightcached.segments.cuda_driver import Allocation, CudaError, Gpu, MappedRange, PrimaryContext
+from weightcached.wire.fds import OwnedFd, close_all
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceArray:
+    """`nbytes` bytes at `address` on CUDA device `ordinal`, in the form that torch.as_tensor() takes without a copy.
+
+    torch refers to this object, and it to the mapped range, until the last tensor over the bytes is gone.
+    """
+
+    def __init__(self, mapped: MappedRange, offset: int, nbytes: int, ordinal: int) -> None:
+        self.mapped = mapped
+        self.address = mapped.address + offset
+        self.nbytes = nbytes
+        self.ordinal = ordinal
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # torch refuses arrays marked as read-only, so this says False. The GPU's page tables guard the memory.
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+def torch_tensor(array: DeviceArray) -> torch.Tensor:
+    """uint8, shape (array.nbytes,): the array itself. Raises SegmentError should torch have copied it."""
+    # The daemon imports this package and never torch.
+    import torch  # noqa: PLC0415
+
+    # Only then does torch know which device an address belongs to.
+    torch.cuda.init()
+    tensor = torch.as_tensor(array, dtype=torch.uint8, device=torch.device("cuda", array.ordinal))
+    if tensor.data_ptr() != array.address:
+        raise SegmentError(
+            f"torch {torch.__version__} copied {array.nbytes} bytes, mapped at {array.address:#x} on "
+            f"cuda:{array.ordinal}, to {tensor.data_ptr():#x} on {tensor.device}: report this fault of weightcached"
+        )
+    return tensor
+
+
+AsTensor = Callable[[DeviceArray], Any]
+
+
+class CudaSegment:
+    """A segment that its creator still fills, mapped read-write. WritableSegment of segments/api.py."""
+
+    def __init__(
+        self, context: PrimaryContext, allocation: Allocation, mapped: MappedRange, ordinal: int, as_tensor: AsTensor
+    ) -> None:
+        self.nbytes = mapped.nbytes
+        self._context = context
+        self._allocation = allocation
+        self._mapped: MappedRange | None = mapped
+        self._ordinal = ordinal
+        self._as_tensor = as_tensor
+        self._array: Callable[[], DeviceArray | None] = lambda: None
+
+    def tensor(self) -> torch.Tensor:
+        """uint8, shape (nbytes,), writable, new memory is not zeroed. Must be gone, views too, before publish()."""
+        mapped = self._open("tensor")
+        array = self._array()
+        if array is None:
+            array = DeviceArray(mapped, 0, self.nbytes, self._ordinal)
+            self._array = weakref.ref(array)
+        tensor: torch.Tensor = self._as_tensor(array)
+        return tensor
+
+    def publish(self) -> OwnedFd:
+        """Wait for the writes, unmap and return the descriptor that keeps the memory alive. Raises SegmentError.
+
+        After an error the segment is still the caller's, to publish() again or close().
+        """
+        self._open("publish")
+        failing = f"cannot publish a segment of {self.nbytes} bytes"
+        if self._array() is not None:
+            raise SegmentError(f"{failing}: a tensor over it is alive and could still write; delete every one of them")
+        with self._context.current():
+            self._context.synchronize(failing)
+            fd = self._allocation.export(failing)
+        self.close()
+        return fd
+
+    def close(self) -> None:
+        """Free what publish() did not pass on, once no tensor over it is left. May be called twice."""
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None and self._array() is None:
+            mapped.close()
+
+    def _open(self, method: str) -> MappedRange:
+        if self._mapped is None:
+            raise SegmentError(f"{method}() of a segment of {self.nbytes} bytes that was published or closed")
+        return self._mapped
+
+
+class CudaMapping:
+    """All segments of one index in one contiguous address range, read-only. Mapping of segments/api.py.
+
+    A kernel that writes there gets "illegal memory access", which breaks its process's CUDA context and no other.
+    """
+
+    def __init__(self, mapped: MappedRange, nbytes: Sequence[int], ordinal: int, as_tensor: AsTensor) -> None:
+        self.nbytes = mapped.nbytes
+        self._sizes = tuple(nbytes)
+        self._offsets = tuple(sum(self._sizes[:segment]) for segment in range(len(self._sizes)))
+        self._mapped: MappedRange | None = mapped
+        self._ordinal = ordinal
+        self._as_tensor = as_tensor
+        self._tensors: dict[tuple[int, int], Any] = {}
+
+    def tensor(self, segment: int) -> torch.Tensor:
+        """uint8, shape (nbytes of that segment,). Its storage is the segment: storage offset 0 is the first byte."""
+        return self._tensor(self._offsets[segment], self._sizes[segment])
+
+    def whole(self) -> torch.Tensor:
+        """uint8, shape (nbytes of all segments,): one storage, in which segment i begins at segment_offset(i).
+
+        For those who attach thousands of tensors: each is one view, and no segment needs a storage of its own.
+        """
+        return self._tensor(0, self.nbytes)
+
+    def segment_offset(self, segment: int) -> int:
+        """Bytes from the start of whole() to the start of the segment."""
+        return self._offsets[segment]
+
+    def close(self) -> None:
+        """Drop this reference; unmaps now, or when the last tensor over the range goes. May be called twice."""
+        self._tensors.clear()
+        self._mapped = None
+
+    def _tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        if self._mapped is None:
+            raise SegmentError(f"a mapping of {self.nbytes} bytes is closed: take its tensors before close()")
+        tensor: torch.Tensor | None = self._tensors.get((offset, nbytes))
+        if tensor is None:
+            tensor = self._as_tensor(DeviceArray(self._mapped, offset, nbytes, self._ordinal))
+            self._tensors[offset, nbytes] = tensor
+        return tensor
+
+
+class CudaBackend:
+    """Segments on one GPU or MIG device. Backend of segments/api.py.
+
+    `driver` has the functions of cuda.bindings.driver, which is the default; `as_tensor` shows an array to torch.
+    Raises SegmentError without a driver or a device that can share memory, DeviceError for one that is not visible.
+    """
+
+    name: BackendName = "cuda"
+
+    def __init__(self, device: str, driver: Any = None, *, as_tensor: AsTensor = torch_tensor) -> None:
+        self.device = device
+        self._gpu = Gpu(device, driver)
+        self._as_tensor = as_tensor
+
+    def granularity(self) -> int:
+        """Bytes; every segment's size is a multiple of it (2 MiB on today's GPUs)."""
+        return self._gpu.granularity
+
+    def driver(self) -> str:
+        """CUDA version of libcuda and version of the kernel driver, e.g. "cuda-driver 13.0 580.159.03"."""
+        return f"cuda-driver {self._gpu.cuda_version} {devices.kernel_driver_version()}"
+
+    def free_bytes(self) -> tuple[int, int]:
+        """(free, total) bytes of the device's memory. Raises SegmentError."""
+        return self._gpu.memory()
+
+    def persistence_warning(self) -> str | None:
+        """What to tell the operator if persistence mode is off, else None."""
+        return devices.persistence_warning(self.device)
+
+    def create(self, nbytes: int) -> CudaSegment:
+        """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError, OutOfDeviceMemoryError."""
+        failing = f"cannot create a segment of {nbytes} bytes on {self.device}"
+        self._check_size(nbytes, failing)
+        free, total = self._gpu.memory()
+        if free < nbytes:
+            raise self._out_of_memory(failing, free, total)
+        with self._gpu.context.current(), ExitStack() as resources:
+            try:
+                allocation = self._gpu.allocate(nbytes, failing)
+            except CudaError as e:
+                if e.result == "CUDA_ERROR_OUT_OF_MEMORY":
+                    raise self._out_of_memory(failing, free, total) from e
+                raise
+            resources.callback(allocation.close)
+            pieces = [(allocation, nbytes)]
+            mapped = self._gpu.map_range(pieces, writable=True, resources=resources, failing=failing)
+        return CudaSegment(self._gpu.context, allocation, mapped, self._gpu.ordinal, self._as_tensor)
+
+    def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> CudaMapping:
+        """Adopt the descriptors (closing each) and map all segments read-only, in order, or none at all.
+
+        Raises SegmentError naming segment, driver call and error; nothing stays mapped, no descriptor open then.
+        """
+        failing = f"cannot map {len(nbytes)} segments on {self.device}"
+        with ExitStack() as descriptors:
+            descriptors.callback(close_all, fds)
+            if len(fds) != len(nbytes) or not nbytes:
+                raise SegmentError(f"{failing}: {len(fds)} descriptors came with them; expected one each, at least one")
+            for segment, size in enumerate(nbytes):
+                self._check_size(size, f"{failing}: segment {segment}")
+            with self._gpu.context.current(), ExitStack() as handles, ExitStack() as resources:
+                pieces = self._adopt(fds, nbytes, handles, failing)
+                mapped = self._gpu.map_range(pieces, writable=False, resources=resources, failing=failing)
+                # Leaving the block releases the handles: what is mapped holds the memory by itself.
+        return CudaMapping(mapped, nbytes, self._gpu.ordinal, self._as_tensor)
+
+    def _adopt(
+        self, fds: Sequence[OwnedFd], nbytes: Sequence[int], handles: ExitStack, failing: str
+    ) -> list[tuple[Allocation, int]]:
+        pieces: list[tuple[Allocation, int]] = []
+        for segment, (fd, size) in enumerate(zip(fds, nbytes, strict=True)):
+            allocation = self._gpu.adopt(fd, f"{failing}: descriptor of segment {segment}")
+            handles.callback(allocation.close)
+            # The import took a reference of its own; an open descriptor would only pin the memory once more.
+            fd.close()
+            pieces.append((allocation, size))
+        return pieces
+
+    def _check_size(self, nbytes: int, failing: str) -> None:
+        unit = self._gpu.granularity
+        if nbytes <= 0 or nbytes % unit:
+            raise SegmentError(f"{failing}: {nbytes} bytes, expected a positive multiple of the granularity, {unit}")
+
+    def _out_of_memory(self, failing: str, free: int, total: int) -> OutOfDeviceMemoryError:
+        found = devices.holders(self.device)
+        listed = ", ".join(f"pid {holder.pid} ({holder.name}) {_gib(holder.nbytes)}" for holder in found)
+        rest = _gib(max(0, total - free - sum(holder.nbytes for holder in found)))
+        return OutOfDeviceMemoryError(
+            f"{failing}: {_gib(free)} of {_gib(total)} are free; held by {listed or 'no listed process'}, "
+            f"{rest} by descriptors, contexts and other containers: stop a process ('nvidia-smi' lists them), or free "
+            "a cache with 'weightcachectl drop'"
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
