@@ -244,7 +244,7 @@ def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord) -> N
         return
     remove(owner, leaf)
     if record.kind == "parameter":
-        owner._parameters[leaf] = tensor  # type: ignore[assignment]
+        owner._parameters[leaf] = tensor
     elif record.kind == "buffer":
         owner.register_buffer(leaf, tensor, persistent=record.persistent)
     else:

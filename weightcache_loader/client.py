@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from weightcached.wire.client import Connection
 
 from weightcached import __version__
 from weightcached import index as index_format
@@ -25,6 +24,7 @@ from weightcached.errors import (
 )
 from weightcached.identity import with_full, with_sample
 from weightcached.key import WeightCacheKey
+from weightcached.wire.client import Connection
 from weightcached.wire.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.messages import (
     Absent,
@@ -59,7 +59,7 @@ class Attachment(NamedTuple):
 
     connection: Connection
     ready: Ready
-    index: index_format.TensorIndex
+    tensor_index: index_format.TensorIndex
     fds: list[OwnedFd]
 
     def close(self) -> None:

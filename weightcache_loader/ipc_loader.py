@@ -64,7 +64,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         decision = self._decide(vllm_config, self._model_config(vllm_config))
         if decision.attachment is None:
             return 0
-        return sum(s.nbytes for s in decision.attachment.index.segments if not s.private)
+        return sum(s.nbytes for s in decision.attachment.tensor_index.segments if not s.private)
 
     def download_model(self, model_config: Any) -> None:
         """Fetch the checkpoint as the fallback would."""
@@ -82,8 +82,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             mapping, device = self._map(attachment)
             try:
-                storages = binding.Storages(attachment.index, mapping, device, copy=False)
-                count = binding.copy_into(model, attachment.index, storages)
+                storages = binding.Storages(attachment.tensor_index, mapping, device, copy=False)
+                count = binding.copy_into(model, attachment.tensor_index, storages)
             finally:
                 mapping.close()
         finally:
@@ -128,10 +128,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
         )
-        if (stage := engine.stage_of_platform()) != attachment.index.stage:
+        if (stage := engine.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()
             raise CacheConfigMismatchError(
-                f"the cache holds {attachment.index.stage} weights, this engine needs {stage}"
+                f"the cache holds {attachment.tensor_index.stage} weights, this engine needs {stage}"
             )
         return attachment
 
@@ -148,7 +148,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         else:
             backend = open_backend(engine.device_of_worker())
             device = torch.device("cuda", torch.cuda.current_device())
-        return backend.map(attachment.fds, [s.nbytes for s in attachment.index.segments]), device
+        return backend.map(attachment.fds, [s.nbytes for s in attachment.tensor_index.segments]), device
 
     def _map_model(
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
@@ -180,7 +180,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return model.eval()
 
     def _build(self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment) -> nn.Module:
-        index = attachment.index
+        index = attachment.tensor_index
         began = time.perf_counter()
         model = engine.build_on_meta(vllm_config, model_config, prefix)
         built = time.perf_counter()

@@ -178,7 +178,7 @@ def _digest_uncached(
     uses all cores too.
     """
     # Imported here: an engine that decides on the first rung does not pay for it.
-    from concurrent.futures import Future, ThreadPoolExecutor, as_completed  # noqa: PLC0415
+    from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
     stop = threading.Event()
     chunks: dict[Source, list[bytes]] = {source: [b""] * -(-source.nbytes // CHUNK_BYTES) for source in sources}

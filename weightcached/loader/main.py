@@ -180,7 +180,8 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
     total = sum(file.size for file in key.checkpoint.files)
     _check_memory(job, backend, total, vllm_config)
     daemon.phase("weights", total)
-    model = rank.load_for_stage(vllm_config, model_config, stage, _counter(daemon, total))
+    counter = Counter(daemon, total)
+    model = rank.load_for_stage(vllm_config, model_config, stage, counter)
     loaded = proof.snapshot(model)
     daemon.phase("packing")
     records, sources = pack.describe(model)
@@ -210,7 +211,7 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
         mapping = backend.map([fd.dup() for fd in packed.fds], [s.nbytes for s in packed.segments])
         undo.callback(mapping.close)
         index = proof.prove(loaded, index, mapping, device, build, run_hooks)
-        _hand_over(daemon, index, packed.fds, _peak_bytes(), total)
+        _hand_over(daemon, index, packed.fds, _peak_bytes(), counter.done)
 
 
 def _device(backend: Backend) -> Any:
@@ -219,15 +220,17 @@ def _device(backend: Backend) -> Any:
     return torch.device("cpu") if backend.name == "host" else torch.device("cuda", torch.cuda.current_device())
 
 
-def _counter(daemon: Daemon, total: int) -> Any:
-    done = 0
+class Counter:
+    """Counts checkpoint bytes as the model takes them, and reports progress."""
 
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done = min(done + nbytes, total)
-        daemon.progress(done, total)
+    def __init__(self, daemon: Daemon, total: int) -> None:
+        self._daemon = daemon
+        self._total = total
+        self.done = 0
 
-    return count
+    def __call__(self, nbytes: int) -> None:
+        self.done += nbytes
+        self._daemon.progress(min(self.done, self._total), self._total)
 
 
 def _check_memory(job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any) -> None:

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import nn
 
 from weightcache_loader.walk import TensorSlot, tensors, type_name
@@ -22,6 +21,7 @@ from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index import SegmentRecord, StorageRecord, TensorRecord
 from weightcached.segments.api import Backend
 from weightcached.segments.layout import Placement, StorageSpec, plan_segments
+from weightcached.verify import digest_of_bytes
 from weightcached.wire.fds import OwnedFd, close_all
 
 Progress = Callable[[int, int], None]
@@ -154,9 +154,4 @@ def _fill(segment: torch.Tensor, members: list[tuple[Source, Placement]]) -> lis
     held = segment.cpu().numpy()
     spans = [held[place.offset_bytes : place.offset_bytes + source.nbytes] for source, place in members]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return list(pool.map(digest_bytes, spans))
-
-
-def digest_bytes(data: object) -> bytes:
-    """xxh3-128 of a contiguous buffer, big-endian: it tells accidents from the original, not forgeries."""
-    return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]
+        return list(pool.map(digest_of_bytes, spans))

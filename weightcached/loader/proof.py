@@ -18,8 +18,8 @@ from weightcache_loader.attach import Binder, Storages
 from weightcache_loader.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index import ModulePlan, TensorIndex
-from weightcached.loader.pack import digest_bytes
 from weightcached.segments.api import Mapping
+from weightcached.verify import first_wrong_storage
 
 
 class Snapshot(NamedTuple):
@@ -105,7 +105,8 @@ def prove(
     build: makes a model on the meta device; run_hooks: what the engine runs between binding and use.
     Raises UnsupportedQuantForIPCError naming the path of the first difference, SegmentError for wrong bytes.
     """
-    check_digests(index, mapping)
+    if (wrong := first_wrong_storage(index, mapping)) is not None:
+        raise SegmentError(f"{wrong}: the bytes in its segment do not have the digest that was made while packing")
     for attempt in range(2):
         model = build()
         Binder(model, index, Storages(index, mapping, device, copy=False)).attach(lambda m=model: run_hooks(m))  # type: ignore[misc]
@@ -128,12 +129,3 @@ def _restoring(values: dict[str, Any]) -> list[ModulePlan]:
         owner = path.rpartition(".")[0]
         by_owner.setdefault(owner, {})[path] = msgspec.Raw(msgspec.msgpack.encode(wire))
     return [ModulePlan(module=owner, plan="restore", values=raw) for owner, raw in by_owner.items()]
-
-
-def check_digests(index: TensorIndex, mapping: Mapping) -> None:
-    """Recompute every storage's digest through the mapping. Raises SegmentError naming the first tensor that differs."""
-    names = {record.storage: record.names[0] for record in reversed(index.tensors)}
-    for number, storage in enumerate(index.storages):
-        held = mapping.view(storage.segment, storage.offset_bytes, storage.nbytes).cpu().numpy()
-        if digest_bytes(held) != storage.digest:
-            raise SegmentError(f"{names.get(number, number)}: the bytes in the segment do not have the index's digest")

@@ -54,6 +54,10 @@ class Mapping(Protocol):
         """
         ...
 
+    def read(self, segment: int, offset_bytes: int, nbytes: int) -> memoryview:
+        """The bytes, in host memory, without torch; a copy where the segment is in device memory."""
+        ...
+
     def private_copy(self, segment: int) -> PrivateCopy:
         """This process's own writable copy of one segment, made in one operation."""
         ...

@@ -43,7 +43,7 @@ class DeviceArray:
 def torch_tensor(array: DeviceArray) -> torch.Tensor:
     """uint8, shape (array.nbytes,): the array itself. Raises SegmentError should torch have copied it."""
     # The daemon imports this package and never torch.
-    import torch  # noqa: PLC0415
+    import torch
 
     # Only then does torch know which device an address belongs to.
     torch.cuda.init()

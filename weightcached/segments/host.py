@@ -12,9 +12,10 @@ import mmap
 import os
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
+from weightcached.segments.api import BackendName
 from weightcached.wire.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_sealed
 
 if TYPE_CHECKING:
@@ -98,6 +99,9 @@ class HostMapping:
         """uint8, shape (nbytes,). Writing changes this process's copy of a page only."""
         return _view(self._maps[segment], offset_bytes, nbytes)
 
+    def read(self, segment: int, offset_bytes: int, nbytes: int) -> memoryview:
+        return memoryview(self._maps[segment])[offset_bytes : offset_bytes + nbytes]
+
     def private_copy(self, segment: int) -> HostCopy:
         return HostCopy(self._maps[segment])
 
@@ -109,7 +113,7 @@ class HostMapping:
 class HostBackend:
     """Segments in the machine's memory, for device names cpuN."""
 
-    name: Literal["host"] = "host"
+    name: BackendName = "host"
 
     def granularity(self) -> int:
         return mmap.PAGESIZE
