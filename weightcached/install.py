@@ -109,12 +109,11 @@ def _content(name: str, commands: Path) -> str:
 def _quoted(command: Path) -> str:
     """The path as systemd reads it in a command line (systemd.service(5), COMMAND LINES)."""
     text = str(command)
-    if not re.fullmatch(r"[^\x00-\x1f$]+", text):
-        raise InstallError(f"{text!r} cannot stand in a unit file: install the package under a path without '$'")
+    # systemd takes none of these in the path of an executable, however they are quoted.
+    if not re.fullmatch(r"""[^\x00-\x1f\x7f$"'\\]+""", text):
+        raise InstallError(f"{text!r} cannot stand in a unit file: install under a path without $, quotes, backslashes")
     text = text.replace("%", "%%")
-    if not re.search(r"[\s\"'\\;]", text):
-        return text
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return f'"{text}"' if re.search(r"[\s;]", text) else text
 
 
 def _stamped(text: str) -> str:

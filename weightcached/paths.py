@@ -83,7 +83,8 @@ def check_private_dir(directory: Path) -> None:
 
 def socket_path(device: str, socket_dir: Path | None = None) -> Path:
     """Where the daemon of `device` listens. Raises RuntimePathError when the path is too long for a socket."""
-    path = (socket_dir or runtime_dir()) / f"{check_device(device)}.sock"
+    name = f"{check_device(device)}.sock"
+    path = (socket_dir or runtime_dir()) / name
     nbytes = len(os.fsencode(path))
     if nbytes > SOCKET_PATH_MAX_BYTES:
         raise RuntimePathError(
@@ -95,7 +96,8 @@ def socket_path(device: str, socket_dir: Path | None = None) -> Path:
 
 def lock_path(device: str, socket_dir: Path | None = None) -> Path:
     """The file whose flock() makes one daemon the owner of `device`."""
-    return (socket_dir or runtime_dir()) / f"{check_device(device)}.lock"
+    name = f"{check_device(device)}.lock"
+    return (socket_dir or runtime_dir()) / name
 
 
 def check_socket(path: Path) -> None:

@@ -26,7 +26,7 @@ def settings(name: str) -> dict[str, dict[str, str]]:
     return {section: dict(parser[section]) for section in parser.sections()}
 
 
-@pytest.fixture(params=["bin", 'with %i "quotes" \\ and space'])
+@pytest.fixture(params=["bin", "with %i; and space"])
 def installed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of the installed unit files; the commands in them exist, under plain and under odd paths."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
