@@ -6,7 +6,11 @@ Torch-free; used by the daemon, the loader child and the engine.
 
 from __future__ import annotations
 
-from typing import Annotated
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -33,3 +37,73 @@ class CheckpointIdentity(msgspec.Struct, frozen=True, kw_only=True):
     files: Annotated[list[FileRecord], Meta(max_length=MAX_FILES)] = []
     sample: Annotated[str, Meta(max_length=128)] = ""
     full: Annotated[str, Meta(max_length=128)] = ""
+
+
+Side = Literal["cached", "asked"]
+
+
+class Equal(msgspec.Struct, frozen=True):
+    """Both checkpoints hold the same values."""
+
+
+class Different(msgspec.Struct, frozen=True):
+    """They do not, because of `reason`."""
+
+    reason: str
+
+
+class Need(msgspec.Struct, frozen=True):
+    """Undecided: `sides` must fill in the digest of `rung`."""
+
+    rung: Literal["sample", "full"]
+    sides: frozenset[Side]
+
+
+def changed_files(identity: CheckpointIdentity) -> list[str]:
+    """Names of the files that are no longer as they were when they were read."""
+    changed = []
+    for file in identity.files:
+        try:
+            info = os.stat(Path(identity.root, file.name))
+        except OSError:
+            changed.append(file.name)
+            continue
+        now = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+        if now != (file.device, file.inode, file.size, file.mtime_ns, file.ctime_ns):
+            changed.append(file.name)
+    return changed
+
+
+def decide(
+    cached: CheckpointIdentity, asked: CheckpointIdentity, *, mode: Literal["full", "sampled"] = "full"
+) -> Equal | Different | Need:
+    """The first decisive rung's verdict, or what is needed for the next one."""
+    if cached.files and cached.files == asked.files:
+        return Equal()
+    for rung in ("sample", "full"):
+        ours, theirs = getattr(cached, rung), getattr(asked, rung)
+        sides: set[Side] = set()
+        if not ours:
+            sides.add("cached")
+        if not theirs:
+            sides.add("asked")
+        if sides:
+            return Need(rung, frozenset(sides))
+        if ours != theirs:
+            return Different(f"their {rung} digests differ")
+        if mode == "sampled":
+            return Equal()
+    return Equal()
+
+
+def main() -> None:
+    """`python -m weightcached.identity full`: an identity as JSON on stdin, its full digest on stdout."""
+    identity = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckpointIdentity)
+    digest = hashlib.sha256()
+    for file in sorted(identity.files, key=lambda f: f.name):
+        digest.update(Path(identity.root, file.name).read_bytes())
+    print(digest.hexdigest())
+
+
+if __name__ == "__main__":
+    main()
