@@ -30,16 +30,9 @@ from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier, watchdog_period_s
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
-from weightcached.daemon.server import Server, listen, shake_hands
+from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, listen, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
-from weightcached.errors import (
-    EXIT_CONFIG,
-    EXIT_FAILURE,
-    DeviceBusyError,
-    ManifestError,
-    ProtocolError,
-    RuntimePathError,
-)
+from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, DeviceBusyError, ManifestError, RuntimePathError
 from weightcached.paths import check_device, create_runtime_dir, lock_path, runtime_dir, socket_path
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
 
@@ -198,7 +191,11 @@ class Daemon:
         if status is not None:
             self._notifier.status(f"failed: {self._summary()}")
             return status
-        await shake_hands(self._path, timeout_s=_HANDSHAKE_TIMEOUT_S)
+        try:
+            await shake_hands(self._path, timeout_s=_HANDSHAKE_TIMEOUT_S)
+        except HANDSHAKE_ERRORS as e:
+            log.error("handshake with our own socket failed, giving up socket=%s error=%r", self._path, e)
+            return EXIT_FAILURE
         await self._notifier.ready(self._summary())
         log.info("serving device=%s socket=%s %s", self.device, self._path, self._summary())
         self._started.set()
@@ -220,7 +217,7 @@ class Daemon:
         return EXIT_FAILURE if self.reconciler.transient_failures & set(failed) else EXIT_CONFIG
 
     async def stop(self) -> None:
-        """The reverse: nobody new, no child, nobody, no descriptor. The manager frees its copies when the unit stops."""
+        """The reverse of start: nobody new, no child, no peer, no descriptor. The manager frees its own copies."""
         await self._notifier.stopping()
         # 1. Nobody new.
         await self._server.stop_accepting()
@@ -301,6 +298,6 @@ class Daemon:
             try:
                 await shake_hands(self._path, timeout_s=period_s)
                 self._notifier.alive()
-            except (OSError, TimeoutError, EOFError, ProtocolError) as e:
+            except HANDSHAKE_ERRORS as e:
                 log.error("handshake with our own socket failed, the watchdog is not fed error=%r", e)
             await asyncio.sleep(period_s)

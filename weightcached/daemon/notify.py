@@ -46,7 +46,7 @@ class Notifier:
         await self._say(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}\nSTATUS=reloading")
 
     async def stopping(self) -> None:
-        await self._say("STOPPING=1\nSTATUS=stopping")
+        await self._say("STOPPING=1")
 
     def status(self, text: str) -> None:
         self._hasty.notify(f"STATUS={_plain(text)}")

@@ -74,7 +74,8 @@ def plan(
 ) -> Plan:
     """What to load, keep and drop. `stale` are caches whose checkpoint changed on disk; empty `only` means all."""
     chosen = [want for want in wanted if not only or want.name in only]
-    load, unchanged = [], []
+    load: list[Wanted] = []
+    unchanged: list[Wanted] = []
     for want in chosen:
         cache = caches.get(want.name)
         served = cache.generation if cache else None

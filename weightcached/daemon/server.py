@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -28,7 +27,7 @@ MAX_CONNECTIONS = 512
 _BACKLOG = 256
 # Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
 _ACCEPT_PAUSE_S = 0.2
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
 
 
 def listen(path: Path) -> socket.socket:
@@ -95,8 +94,6 @@ class Server:
             except ConnectionAbortedError:
                 continue
             except OSError as e:
-                if e.errno not in _EXHAUSTED:
-                    raise
                 log.warning("cannot accept, pausing error=%s connections=%d", e.strerror, len(self._connections))
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
@@ -160,7 +157,7 @@ def _log_end(peer: Peer, session: asyncio.Task[None]) -> None:
 
 
 async def shake_hands(path: Path, *, timeout_s: float) -> None:
-    """Go through our own socket as an engine would, up to Welcome. Raises TimeoutError, OSError, EOFError, ProtocolError."""
+    """Go through our own socket as an engine would, up to Welcome. Raises HANDSHAKE_ERRORS."""
     async with asyncio.timeout(timeout_s):
         with await packets.connect(str(path), timeout_s=timeout_s) as sock:
             hello = encode(Hello(protocol=PROTOCOL_VERSION, purpose="self"))
