@@ -56,7 +56,7 @@ class Need(msgspec.Struct, frozen=True):
     """Undecided: `sides` must fill in the digest of `rung`."""
 
     rung: Literal["sample", "full"]
-    sides: frozenset[Side]
+    sides: tuple[Side, ...]
 
 
 def changed_files(identity: CheckpointIdentity) -> list[str]:
@@ -80,15 +80,13 @@ def decide(
     """The first decisive rung's verdict, or what is needed for the next one."""
     if cached.files and cached.files == asked.files:
         return Equal()
-    for rung in ("sample", "full"):
+    rungs: tuple[Literal["sample", "full"], ...] = ("sample", "full")
+    for rung in rungs:
         ours, theirs = getattr(cached, rung), getattr(asked, rung)
-        sides: set[Side] = set()
-        if not ours:
-            sides.add("cached")
-        if not theirs:
-            sides.add("asked")
+        pairs: list[tuple[Side, str]] = [("cached", ours), ("asked", theirs)]
+        sides = tuple(side for side, digest in pairs if not digest)
         if sides:
-            return Need(rung, frozenset(sides))
+            return Need(rung, sides)
         if ours != theirs:
             return Different(f"their {rung} digests differ")
         if mode == "sampled":
@@ -97,12 +95,13 @@ def decide(
 
 
 def main() -> None:
-    """`python -m weightcached.identity full`: an identity as JSON on stdin, its full digest on stdout."""
+    """`python -m weightcached.identity full`: identity as JSON on stdin, the same with its full digest on stdout."""
     identity = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckpointIdentity)
     digest = hashlib.sha256()
     for file in sorted(identity.files, key=lambda f: f.name):
         digest.update(Path(identity.root, file.name).read_bytes())
-    print(digest.hexdigest())
+    completed = msgspec.structs.replace(identity, full=digest.hexdigest())
+    sys.stdout.buffer.write(msgspec.json.encode(completed) + b"\n")
 
 
 if __name__ == "__main__":
