@@ -99,7 +99,10 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
         lines = [line for line in errors.decode(errors="replace").splitlines() if line.strip()]
         reason = printable(lines[-1]) if lines else "it printed no reason"
         raise CheckpointError(f"the digest of {identity.root} ended with status {child.returncode}: {reason}")
-    return output.decode().strip()
+    try:
+        return msgspec.json.decode(output, type=CheckpointIdentity).full
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise CheckpointError(f"the digest of {identity.root} came back malformed: {e}") from e
 
 
 async def spawn(
