@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple
 
+import msgspec
+
 from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.errors import CheckpointError, WeightcachedError
 from weightcached.identity import CheckpointIdentity, Different, Equal, Need, changed_files, decide
@@ -71,12 +73,12 @@ class Matcher:
             if fields:
                 nearest.append(_mismatch(offer.cache, [FieldMismatch(*field) for field in fields]))
                 continue
-            verdict = self._decide(offer, offer.key, key)
+            verdict = decide(_identity(offer, offer.key), key.checkpoint, mode=offer.cache.identity)
             if isinstance(verdict, Equal):
                 return _final(offer)
             if isinstance(verdict, Different):
                 nearest.append(_checkpoint_mismatch(offer.cache, offer.key, key, verdict.reason))
-            else:
+            elif isinstance(verdict, Need):
                 undecided.append(_Undecided(offer, verdict))
         if undecided:
             return await self._settle(undecided[0], key)
@@ -102,14 +104,6 @@ class Matcher:
         loading = [_Offer(c, c.load.key, c.load) for c in caches if c.load]
         gone = [_Offer(c, c.last_key, None) for c in caches if not c.generation and not c.load]
         return served + loading + gone
-
-    def _decide(self, offer: _Offer, cached: WeightCacheKey, asked: WeightCacheKey) -> Equal | Different | Need:
-        return decide(self._identity(offer, cached), asked.checkpoint, mode=offer.cache.identity)
-
-    def _identity(self, offer: _Offer, cached: WeightCacheKey) -> CheckpointIdentity:
-        ours = cached.checkpoint
-        full = offer.what.full_digest if isinstance(offer.what, Generation) else ours.full
-        return CheckpointIdentity(root=ours.root, files=ours.files, sample=ours.sample, full=full)
 
     async def _settle(self, undecided: _Undecided, asked: WeightCacheKey) -> Answer:
         """Neither equal nor different so far: have the missing digest made, by the engine or by us."""
@@ -154,6 +148,13 @@ class Matcher:
             return ""
         finally:
             self._caches.changed.fire()
+
+
+def _identity(offer: _Offer, cached: WeightCacheKey) -> CheckpointIdentity:
+    """Our side of the comparison, with the full digest where it has been made since the load."""
+    ours = cached.checkpoint
+    full = offer.what.full_digest if isinstance(offer.what, Generation) else ours.full
+    return msgspec.structs.replace(ours, full=full)
 
 
 def _final(offer: _Offer) -> Answer:
