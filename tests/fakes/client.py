@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self, TypeVar
@@ -16,7 +17,10 @@ from weightcached.wire.messages import (
     Descriptors,
     Hello,
     Message,
+    Progress,
     Ready,
+    Reload,
+    ReloadReply,
     Reply,
     Status,
     StatusReply,
@@ -109,3 +113,17 @@ class Client:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def reload(path: Path) -> int:
+    """What ExecReload= runs in the units of the tests: reload, wait, fail if any cache failed."""
+    with Client.welcome(path, "ctl") as client:
+        reply = client.ask(Reload())
+        while isinstance(reply, Progress):
+            reply = client.receive()
+    assert isinstance(reply, ReloadReply), reply
+    return int(bool(reply.error) or any(outcome.outcome == "failed" for outcome in reply.outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(reload(Path(sys.argv[1])))
