@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,40 +51,55 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 class ManagerSocket:
-    """The receiving end of NOTIFY_SOCKET; acts on nothing, but answers barriers by closing their pipe."""
+    """The receiving end of NOTIFY_SOCKET, served by a thread: keeps stored descriptors by name, answers barriers."""
 
     def __init__(self, path: str) -> None:
         self.address = path
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.sock.bind("\0" + path[1:] if path.startswith("@") else path)
-        self.sock.settimeout(BOUND_S)
         self.states: list[str] = []
         self.stored: dict[str, int] = {}
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.bind("\0" + path[1:] if path.startswith("@") else path)
+        self._news = threading.Condition()
+        self._read = 0
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
-    def receive(self) -> str:
-        """The next datagram. Stored descriptors are kept by name, removed ones closed."""
-        data, fds, _, _ = socket.recv_fds(self.sock, 4096, 8)
-        state = data.decode()
+    def _serve(self) -> None:
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._sock, 4096, 8)
+            if data == b"end":
+                return
+            with self._news:
+                self._take(data.decode(), fds)
+                self._news.notify_all()
+
+    def _take(self, state: str, fds: list[int]) -> None:
         fields = dict(line.split("=", 1) for line in state.splitlines())
-        if "FDSTORE" in fields:
-            assert fields["FDNAME"] not in self.stored, fields
-            assert fields["FDPOLL"] == "0"
-            (self.stored[fields["FDNAME"]],) = fds
-        elif "FDSTOREREMOVE" in fields:
-            os.close(self.stored.pop(fields["FDNAME"]))
-        else:
-            for fd in fds:
-                os.close(fd)
         self.states.append(state)
-        return state
+        if "FDSTORE" in fields and fields.get("FDPOLL") == "0" and fields["FDNAME"] not in self.stored:
+            (self.stored[fields["FDNAME"]],) = fds
+            return
+        if "FDSTOREREMOVE" in fields:
+            fds = [self.stored.pop(fields["FDNAME"])]
+        # Closing its end of the pipe answers a BARRIER=1.
+        for fd in fds:
+            os.close(fd)
 
     def wait_for(self, word: str) -> str:
-        while word not in (state := self.receive()):
-            pass
-        return state
+        """The next state with `word` in it, of those not waited for yet."""
+        with self._news:
+            while True:
+                while self._read < len(self.states):
+                    self._read += 1
+                    if word in self.states[self._read - 1]:
+                        return self.states[self._read - 1]
+                assert self._news.wait(BOUND_S), f"not within {BOUND_S} s: {word}"
 
     def close(self) -> None:
-        self.sock.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ender:
+            ender.sendto(b"end", self._sock.getsockname())
+        self._thread.join()
+        self._sock.close()
         for fd in self.stored.values():
             os.close(fd)
         self.stored.clear()

@@ -14,7 +14,7 @@ import sdnotify
 
 from weightcached.daemon.caches import Cache, LoadProgress
 
-# Start-up may take an hour and shows it; one status line a second is enough for that.
+# Start-up may take an hour and shows it; one status line a second within a phase is enough for that.
 _PROGRESS_PERIOD_S = 1.0
 
 
@@ -38,6 +38,7 @@ class Notifier:
             self._hasty.socket.setblocking(False)
         self._extend_usec = int(extend_s * 1_000_000)
         self._next_progress_s = 0.0
+        self._phase = ("", "")
 
     async def ready(self, status: str) -> None:
         await self._say(f"READY=1\nSTATUS={_plain(status)}")
@@ -57,7 +58,9 @@ class Notifier:
     def progress(self, cache: Cache, load: LoadProgress) -> None:
         """A load has got further: show it, and ask for more time. To be called for real progress only."""
         now_s = time.monotonic()
-        if now_s >= self._next_progress_s:
+        phase = (cache.name, load.phase)
+        if now_s >= self._next_progress_s or phase != self._phase:
+            self._phase = phase
             self._next_progress_s = now_s + _PROGRESS_PERIOD_S
             self._hasty.notify(
                 f"EXTEND_TIMEOUT_USEC={self._extend_usec}\nSTATUS={_plain('loading ' + describe(cache.name, load))}"
