@@ -1,0 +1,199 @@
+"""A daemon of cpuN as a real process with its own runtime directory, manifest, and a manager's socket to report to."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from tests.fakes.client import Client
+from weightcached.wire.messages import StatusReply
+
+ROOT = Path(__file__).resolve().parents[2]
+LOADER = f"{shlex.quote(sys.executable)} -m tests.fakes.loader_child"
+BOUND_S = 30.0
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment, with the tree on the path and nothing of a service manager."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))}
+    return {**env, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **extra}
+
+
+def write_manifest(path: Path, models: list[dict[str, Any]]) -> None:
+    """Write the manifest as an editor does: the daemon never sees half of it."""
+    part = path.with_suffix(".part")
+    part.write_text(yaml.safe_dump({"version": 1, "models": models}))
+    part.replace(path)
+
+
+def model(name: str, checkpoint: Path, device: str = "cpu0", **engine: Any) -> dict[str, Any]:
+    """One manifest entry."""
+    return {"name": name, "devices": [device], "engine": {"model": str(checkpoint), **engine}}
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition that has no event of its own, within a bound."""
+    deadline_s = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {BOUND_S} s: {what}"
+        time.sleep(0.01)
+
+
+class ManagerSocket:
+    """The receiving end of NOTIFY_SOCKET, served by a thread: keeps stored descriptors by name, answers barriers."""
+
+    def __init__(self, path: str) -> None:
+        self.address = path
+        self.states: list[str] = []
+        self.stored: dict[str, int] = {}
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.bind("\0" + path[1:] if path.startswith("@") else path)
+        self._news = threading.Condition()
+        self._read = 0
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._sock, 4096, 8)
+            if data == b"end":
+                return
+            with self._news:
+                self._take(data.decode(), fds)
+                self._news.notify_all()
+
+    def _take(self, state: str, fds: list[int]) -> None:
+        fields = dict(line.split("=", 1) for line in state.splitlines())
+        self.states.append(state)
+        if "FDSTORE" in fields and fields.get("FDPOLL") == "0" and fields["FDNAME"] not in self.stored:
+            (self.stored[fields["FDNAME"]],) = fds
+            return
+        if "FDSTOREREMOVE" in fields:
+            fds = [self.stored.pop(fields["FDNAME"])]
+        # Closing its end of the pipe answers a BARRIER=1.
+        for fd in fds:
+            os.close(fd)
+
+    def wait_for(self, word: str) -> str:
+        """The next state with `word` in it, of those not waited for yet."""
+        with self._news:
+            while True:
+                while self._read < len(self.states):
+                    self._read += 1
+                    if word in self.states[self._read - 1]:
+                        return self.states[self._read - 1]
+                assert self._news.wait(BOUND_S), f"not within {BOUND_S} s: {word}"
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ender:
+            ender.sendto(b"end", self._sock.getsockname())
+        self._thread.join()
+        self._sock.close()
+        for fd in self.stored.values():
+            os.close(fd)
+        self.stored.clear()
+
+
+class DaemonProcess:
+    """`weightcached serve` with the test's loader. `log` is read from a file, so it survives the process."""
+
+    def __init__(self, directory: Path, models: list[dict[str, Any]] | None = None, *, device: str = "cpu0") -> None:
+        self.device = device
+        self.directory = directory
+        self.runtime = directory / "run"
+        self.manifest = directory / "manifest.yaml"
+        self.socket = self.runtime / f"{device}.sock"
+        self.log_path = directory / "daemon.log"
+        self.manager: ManagerSocket | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.options: list[str] = []
+        self.env: dict[str, str] = {}
+        self.prefix: list[str] = []
+        if models is not None:
+            write_manifest(self.manifest, models)
+
+    def launch(self) -> Self:
+        """Start the process and return at once."""
+        self.manager = ManagerSocket(f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}")
+        command = [*self.prefix, sys.executable, "-m", "weightcached", "serve", self.device]
+        command += ["--manifest", str(self.manifest), "--socket-dir", str(self.runtime), "--log-level", "debug"]
+        command += ["--loader-command", LOADER, *self.options]
+        with open(self.log_path, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stderr=log, cwd=ROOT, env=environment(NOTIFY_SOCKET=self.manager.address, **self.env)
+            )
+        return self
+
+    def start(self) -> Self:
+        """Start the process and wait for READY=1."""
+        self.launch().notified("READY=1")
+        return self
+
+    def notified(self, word: str) -> str:
+        """Wait until the daemon tells its manager something with `word` in it."""
+        assert self.manager
+        return self.manager.wait_for(word)
+
+    @property
+    def pid(self) -> int:
+        assert self.process
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def client(self, purpose: str = "engine") -> Client:
+        return Client.welcome(self.socket, purpose)  # type: ignore[arg-type]
+
+    def status(self) -> StatusReply:
+        with self.client("ctl") as client:
+            return client.status()
+
+    def until(self, condition: Callable[[StatusReply], bool], what: str) -> StatusReply:
+        """Wait for a status that fulfils the condition; returns it."""
+        seen: list[StatusReply] = []
+
+        def holds() -> bool:
+            seen[:] = [self.status()]
+            return condition(seen[0])
+
+        until(holds, what)
+        return seen[0]
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait for the process's own end. Returns its exit status."""
+        assert self.process
+        return self.process.wait(BOUND_S)
+
+    def stop(self) -> int:
+        if self.process is not None and self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def descriptors(self) -> list[str]:
+        """What the daemon's descriptors are open on."""
+        directory = Path(f"/proc/{self.pid}/fd")
+        return [os.readlink(fd) for fd in directory.iterdir() if fd.is_symlink()]
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.manager is not None:
+            self.manager.close()

@@ -1,0 +1,43 @@
+"""An engine as a process of its own: attaches, maps the segments, says so on standard output, and stays.
+
+    python -m tests.fakes.engine SOCKET CHECKPOINT [--shared-socket]
+
+With --shared-socket a child process keeps the connection open when the engine dies; it ends with the connection.
+It ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import sys
+from pathlib import Path
+
+from tests.fakes.checkpoints import key_of
+from tests.fakes.client import Client
+
+
+def _hold_open(sock: socket.socket) -> None:
+    """Sleep until the daemon has hung up; reads nothing, the answers are the parent's."""
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLHUP)
+    poll.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    path, checkpoint, *flags = sys.argv[1:]
+    client = Client.welcome(Path(path))
+    if "--shared-socket" in flags and os.fork() == 0:
+        _hold_open(client.sock)
+    handout = client.attach(key_of({"model": checkpoint}))
+    maps = [mmap.mmap(fd.fileno(), 0, prot=mmap.PROT_READ) for fd in handout.segment_fds]
+    handout.close()
+    print(f"attached {sum(len(m) for m in maps)}", flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

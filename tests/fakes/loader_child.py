@@ -1,0 +1,173 @@
+"""A loader child without vLLM: same job, same messages, real sealed segments with the checkpoint's bytes.
+
+What goes wrong is chosen by name through the engine arguments, so that one manifest holds healthy and faulty models:
+
+    x_fault: NAME          one of FAULTS below, in the phase that its name says
+    x_gate: PATH           before packing, wait until PATH can be opened for reading (a FIFO that the test opens)
+    x_gate_before_key: …   the same before the key is sent
+    x_steps: N             report N steps of progress, 0.1 s apart
+    x_segments: N          cut the weights into N segments
+    x_spawns: PATH         append a line to PATH at start, so that a test can count the loads
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from tests.fakes.checkpoints import WEIGHTS, key_of
+from weightcached import index as index_format
+from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.job import LoaderJob, decode_job
+from weightcached.segments.layout import ALIGN_BYTES, align_up
+from weightcached.wire.fds import OwnedFd, sealed_memfd
+from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
+from weightcached.wire.messages import Descriptors, LoaderFailed, LoaderIndex, LoaderKey, LoaderProgress, Message, encode
+
+
+class Child:
+    def __init__(self, job: LoaderJob) -> None:
+        self.job = job
+        self.sock = socket.socket(fileno=job.socket_fd)
+        self.fault = job.engine.get("x_fault", "")
+        self.began_s = time.monotonic()
+
+    def send(self, message: Message, fds: list[int] | None = None) -> None:
+        send_packet(self.sock, encode(message), fds or [])
+
+    def at(self, moment: str) -> None:
+        """Have the fault that is due now."""
+        for name, act in FAULTS.items():
+            if self.fault == f"{name}-{moment}":
+                act(self)
+
+    def gate(self, name: str) -> None:
+        if name in self.job.engine:
+            with open(self.job.engine[name], "rb") as fifo:
+                fifo.read()
+
+    def run(self) -> None:
+        print(f"loading {self.job.cache} generation {self.job.generation}", file=sys.stderr, flush=True)
+        self.at("at-start")
+        self.send(LoaderProgress(phase="configuring"))
+        self.gate("x_gate_before_key")
+        self.at("before-key")
+        self.send(LoaderKey(key=key_of(self.job.engine, role=self.job.role, rank=self.job.rank)))
+        self.weights()
+        self.gate("x_gate")
+        self.at("in-packing")
+        index, segments = self.pack()
+        self.hand_over(index, segments)
+        self.at("after-delivery")
+
+    def weights(self) -> None:
+        total = (Path(self.job.engine["model"]) / WEIGHTS).stat().st_size
+        steps = self.job.engine.get("x_steps", 1)
+        for step in range(1, steps + 1):
+            self.send(LoaderProgress(phase="weights", done_bytes=total * step // steps, total_bytes=total))
+            if steps > 1:
+                time.sleep(0.1)
+
+    def pack(self) -> tuple[bytes, list[OwnedFd]]:
+        data = (Path(self.job.engine["model"]) / WEIGHTS).read_bytes()
+        count = self.job.engine.get("x_segments", 2)
+        step = align_up(-(-len(data) // count), ALIGN_BYTES)
+        pieces = [data[n * step : (n + 1) * step].ljust(step, b"\0") for n in range(count)]
+        segments = [sealed_memfd(f"segment-{n}", piece) for n, piece in enumerate(pieces)]
+        if self.fault == "unsealed-segment":
+            segments[0] = OwnedFd(os.memfd_create("unsealed"))
+            os.write(segments[0].fileno(), pieces[0])
+        if self.fault == "short-segment":
+            segments[0] = sealed_memfd("short", pieces[0][:-512])
+        return index_format.encode(self.index(pieces)), segments
+
+    def index(self, pieces: list[bytes]) -> TensorIndex:
+        job = self.job
+        return TensorIndex(
+            software="test",
+            backend="cuda" if self.fault == "wrong-backend" else "host",
+            driver="host",
+            boot_id="0" if self.fault == "wrong-boot" else job.boot_id,
+            device="cpu999" if self.fault == "wrong-device" else job.device,
+            cache=job.cache,
+            role=job.role,
+            generation=job.generation + 7 if self.fault == "wrong-generation" else job.generation,
+            spec_digest=job.spec_digest,
+            stage="loaded",
+            key=key_of(job.engine, role=job.role, rank=job.rank),
+            segments=[SegmentRecord(len(piece), private=False) for piece in pieces],
+            storages=[
+                StorageRecord(n, 0, len(piece), xxhash.xxh3_128(piece).digest()) for n, piece in enumerate(pieces)
+            ],
+            tensors=[
+                TensorRecord(names=[f"w.{n}"], kind="parameter", dtype="uint8", shape=[len(p)], stride=[1], storage=n)
+                for n, p in enumerate(pieces)
+            ],
+            load=LoadReport(seconds=time.monotonic() - self.began_s, finished_at=time.time()),
+        )
+
+    def hand_over(self, index: bytes, segments: list[OwnedFd]) -> None:
+        if self.fault == "no-index":
+            return
+        if self.fault == "corrupt-index":
+            index = index[:-1] + bytes([index[-1] ^ 1])
+        with sealed_memfd("index", index) as index_fd:
+            self.send(LoaderIndex(segments=len(segments)), [index_fd.fileno()])
+        if self.fault == "truncated-descriptors":
+            segments = segments[:-1]
+        for first in range(0, len(segments), MAX_PACKET_FDS):
+            fds = [fd.fileno() for fd in segments[first : first + MAX_PACKET_FDS]]
+            self.send(Descriptors(first=first), fds)
+
+
+def _hang(child: Child) -> None:
+    while True:
+        signal.pause()
+
+
+def _hang_while_talking(child: Child) -> None:
+    # Says the same again and again: alive, but no progress.
+    while True:
+        child.send(LoaderProgress(phase="stuck", done_bytes=1, total_bytes=2))
+        time.sleep(0.05)
+
+
+def _raise(child: Child) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def _refuse(child: Child) -> None:
+    child.send(LoaderFailed(code="checkpoint", message="config.json names no architecture", permanent=True))
+    sys.exit(78)
+
+
+FAULTS: dict[str, Callable[[Child], None]] = {
+    "sigkill": lambda child: os.kill(os.getpid(), signal.SIGKILL),
+    "sigsegv": lambda child: os.kill(os.getpid(), signal.SIGSEGV),
+    "exception": _raise,
+    "exit-0": lambda child: sys.exit(0),
+    "exit-3-silently": lambda child: os._exit(3),
+    "hang": _hang,
+    "hang-while-talking": _hang_while_talking,
+    "garbage": lambda child: send_packet(child.sock, b"\xff\xff garbage"),
+    "refuse": _refuse,
+}
+
+
+def main() -> None:
+    job = decode_job(sys.stdin.buffer.read())
+    if "x_spawns" in job.engine:
+        with open(job.engine["x_spawns"], "a") as f:
+            f.write(f"{job.cache} {job.generation} {os.getpid()}\n")
+    Child(job).run()
+
+
+if __name__ == "__main__":
+    main()

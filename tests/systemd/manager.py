@@ -1,0 +1,192 @@
+"""A private `systemd --user`: its own runtime and configuration directories, its own cgroup, its own bus address.
+
+Needs root, or a delegated cgroup, and systemd's binary; the machine's own service manager is not touched.
+
+    python tests/systemd/manager.py run -- CMD…     runs CMD inside it and ends with CMD's status
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Self
+
+SYSTEMD = "/lib/systemd/systemd"
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 20.0
+_POLL_S = 0.05
+# What would lead back to another manager or to its bus.
+_FOREIGN = ("DBUS_SESSION_BUS_ADDRESS", "NOTIFY_SOCKET", "INVOCATION_ID", "JOURNAL_STREAM", "MANAGERPID", "LISTEN_FDS")
+
+
+class ManagerError(Exception):
+    """The private manager could not be started or ended; the text has its last lines."""
+
+
+class PrivateManager:
+    """One user manager, from start() to close(). `runtime_dir` is its XDG_RUNTIME_DIR."""
+
+    def __init__(self, extra_env: Mapping[str, str] | None = None) -> None:
+        # Short: sockets have 107 bytes for their path.
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="wcm-", dir="/tmp"))
+        self.config_dir = self.runtime_dir / "config"
+        self.unit_dir = self.config_dir / "systemd" / "user"
+        self.unit_dir.mkdir(parents=True)
+        self.log_path = self.runtime_dir / "manager.log"
+        self._extra_env = dict(extra_env or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cgroup: Path | None = None
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment in which `systemctl --user` reaches this manager."""
+        env = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+        own = {"XDG_RUNTIME_DIR": str(self.runtime_dir), "XDG_CONFIG_HOME": str(self.config_dir)}
+        return {**env, **self._extra_env, **own}
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ManagerError("the private manager is not running")
+        return self._process.pid
+
+    def start(self) -> Self:
+        """Start the manager and wait until it answers. Raises ManagerError."""
+        # sd_booted(3): systemctl talks to no manager on a machine without this directory.
+        Path("/run/systemd/system").mkdir(parents=True, exist_ok=True)
+        self._cgroup = _new_cgroup()
+        with open(self.log_path, "wb") as log:
+            self._process = _spawn(self._cgroup, self.env, log)
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while self.systemctl("is-system-running", check=False).returncode != 0:
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                tail = self.log_path.read_text(errors="replace")[-2000:]
+                self.close()
+                raise ManagerError(f"systemd --user does not come up: {tail}")
+            time.sleep(_POLL_S)
+        return self
+
+    def systemctl(
+        self, *arguments: str, check: bool = True, timeout_s: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """`systemctl --user …` on this manager."""
+        return subprocess.run(
+            ["systemctl", "--user", "--no-pager", *arguments],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=check,
+        )
+
+    def show(self, unit: str, name: str) -> str:
+        """One property of a unit."""
+        return self.systemctl("show", "--value", "-p", name, unit).stdout.strip()
+
+    def write_unit(self, name: str, text: str) -> None:
+        """Put a unit file in place and have the manager read it."""
+        (self.unit_dir / name).write_text(text)
+        self.systemctl("daemon-reload")
+
+    def descriptors(self) -> list[str]:
+        """What the manager's descriptors are open on."""
+        found = []
+        for fd in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(fd))
+        return found
+
+    def close(self) -> None:
+        """Stop all units, end the manager, remove what was made. May be called twice."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._end(process)
+        cgroup, self._cgroup = self._cgroup, None
+        if cgroup is not None:
+            _remove_cgroup(cgroup)
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.systemctl("exit", check=False, timeout_s=STOP_TIMEOUT_S)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _new_cgroup() -> Path:
+    """A cgroup of our own: in the systemd hierarchy of version 1 (hybrid), or below our own group in version 2."""
+    hybrid = Path("/sys/fs/cgroup/systemd")
+    base = hybrid if hybrid.is_dir() else Path("/sys/fs/cgroup")
+    own = Path("/proc/self/cgroup").read_text().splitlines()
+    lines = [line for line in own if line.startswith("0::") or ":name=systemd:" in line]
+    wanted = ":name=systemd:" if base == hybrid else "0::"
+    path = next((line.split(":", 2)[2] for line in lines if wanted in line), "/")
+    group = base / path.lstrip("/") / f"weightcached-manager-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        group.mkdir()
+    except OSError as e:
+        raise ManagerError(f"cannot make the cgroup {group}: {e.strerror}; run as root or with a delegated cgroup") from e
+    return group
+
+
+def _spawn(cgroup: Path, env: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    # The shell moves itself first, so that the manager finds itself in a group of its own from the start.
+    command = f'echo $$ > "{cgroup}/cgroup.procs" && exec {SYSTEMD} --user --log-target=console'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", command], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+
+
+def _remove_cgroup(cgroup: Path) -> None:
+    # The manager removes its own on the way out; after a SIGKILL groups with processes in them may be left.
+    for directory, _, _ in os.walk(cgroup, topdown=False):
+        for pid in _processes(Path(directory)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        while os.path.isdir(directory):
+            try:
+                os.rmdir(directory)
+            except OSError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(_POLL_S)
+
+
+def _processes(cgroup: Path) -> list[int]:
+    try:
+        return [int(pid) for pid in (cgroup / "cgroup.procs").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) < 3 or list(argv[:2]) != ["run", "--"]:
+        sys.stderr.write("usage: python tests/systemd/manager.py run -- CMD…\n")
+        return 2
+    with PrivateManager() as manager:
+        return subprocess.run(argv[2:], env=manager.env, check=False).returncode
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ManagerError as e:
+        sys.stderr.write(f"{e}\n")
+        sys.exit(1)

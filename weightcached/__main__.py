@@ -1,0 +1,5 @@
+"""`python -m weightcached` is `weightcached`."""
+
+from weightcached.cli import main
+
+main()

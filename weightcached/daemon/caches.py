@@ -1,0 +1,227 @@
+"""Caches and their generations: what is served, what is being loaded, what failed.
+
+State only: loads are run by reconcile.py, keys are compared by matching.py, leases are counted by leases.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from weightcached.daemon.leases import Broadcast, Leases
+from weightcached.index import TensorIndex
+from weightcached.key import WeightCacheKey
+from weightcached.wire.fds import OwnedFd, close_all
+from weightcached.wire.messages import CacheState, CacheStatus, Role
+
+Source = Literal["loaded", "adopted"]
+
+# What may follow what. A cache that is ready stays ready while its next generation loads, whatever becomes of that.
+TRANSITIONS: dict[CacheState, frozenset[CacheState]] = {
+    "loading": frozenset({"ready", "failed"}),
+    "ready": frozenset({"ready", "released", "loading"}),
+    "failed": frozenset({"loading"}),
+    "released": frozenset({"loading"}),
+}
+QUEUED = "queued"
+
+
+class Generation:
+    """One complete load: its descriptors, and as much of its index as the daemon needs.
+
+    Immutable but for `full_digest`, which is filled in when somebody first asks. The index itself stays in its
+    memfd: that of a large model would be most of this process's memory.
+    """
+
+    def __init__(
+        self, index: TensorIndex, index_digest: str, index_fd: OwnedFd, segment_fds: Sequence[OwnedFd], source: Source
+    ) -> None:
+        self.cache = index.cache
+        self.role: Role = index.role
+        self.number = index.generation
+        self.key = index.key
+        self.spec_digest = index.spec_digest
+        self.segment_nbytes = [segment.nbytes for segment in index.segments]
+        self.tensors = len(index.tensors)
+        self.load_seconds = index.load.seconds
+        self.index_digest = index_digest
+        self.source: Source = source
+        self.full_digest = index.key.checkpoint.full
+        self._fds = [index_fd, *segment_fds]
+        self._handouts = 0
+        self._retired = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.segment_nbytes)
+
+    @property
+    def fds(self) -> list[OwnedFd]:
+        """The index, then the segments in order; owned here."""
+        return self._fds
+
+    @contextlib.contextmanager
+    def handout(self) -> Iterator[list[OwnedFd]]:
+        """Keep the descriptors open while they are being sent, even if a reload retires the generation meanwhile."""
+        self._handouts += 1
+        try:
+            yield self._fds
+        finally:
+            self._handouts -= 1
+            self._close_if_unused()
+
+    def retire(self) -> None:
+        """Close the descriptors as soon as no handout uses them. Engines keep their own references."""
+        self._retired = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._retired and not self._handouts:
+            close_all(self._fds)
+
+
+class LoadProgress:
+    """A load that waits for its turn or runs. Bytes count within the phase."""
+
+    def __init__(self) -> None:
+        self.phase = QUEUED
+        self.done_bytes = 0
+        self.total_bytes = 0
+        self.key: WeightCacheKey | None = None
+        self._phase_began = time.monotonic()
+
+    def advance(self, phase: str, done_bytes: int, total_bytes: int) -> bool:
+        """Note where the loader is. False when it reports what it had reported: that is no progress."""
+        if (phase, done_bytes, total_bytes) == (self.phase, self.done_bytes, self.total_bytes):
+            return False
+        if phase != self.phase:
+            self._phase_began = time.monotonic()
+        self.phase, self.done_bytes, self.total_bytes = phase, done_bytes, total_bytes
+        return True
+
+    def eta_s(self) -> float | None:
+        """Seconds left in this phase at its mean rate so far; None until there is one."""
+        elapsed_s = time.monotonic() - self._phase_began
+        if not self.done_bytes or self.total_bytes < self.done_bytes or elapsed_s <= 0:
+            return None
+        return (self.total_bytes - self.done_bytes) * elapsed_s / self.done_bytes
+
+
+class Cache:
+    """One model shard in one role. `state` moves along TRANSITIONS only."""
+
+    def __init__(self, name: str, role: Role) -> None:
+        self.name = name
+        self.role: Role = role
+        self.state: CacheState = "loading"
+        self.generation: Generation | None = None
+        self.load: LoadProgress | None = None
+        self.error = ""
+        # From the manifest: where the checkpoint ladder may stop, and what to compare an unknown key with.
+        self.identity: Literal["full", "sampled"] = "full"
+        # Outlives its generation, so that an engine learns that its cache failed or was released.
+        self.last_key: WeightCacheKey | None = None
+        self._last_number = 0
+
+    @property
+    def next_number(self) -> int:
+        return self._last_number + 1
+
+    def begin_load(self) -> LoadProgress:
+        """A load is due; what is ready stays so."""
+        if self.state in ("failed", "released"):
+            self._move("loading")
+        self.load = LoadProgress()
+        return self.load
+
+    def publish(self, generation: Generation) -> Generation | None:
+        """Serve `generation` from now on. Returns the one it replaces, for the caller to retire."""
+        self._move("ready")
+        old, self.generation = self.generation, generation
+        self._last_number = generation.number
+        self.last_key = generation.key
+        self.load, self.error = None, ""
+        return old
+
+    def fail_load(self, error: str) -> None:
+        """The load came to nothing. What was ready still is."""
+        if self.generation is None:
+            self._move("failed")
+            self.last_key = self.load.key if self.load else self.last_key
+        self.load, self.error = None, error
+
+    def release(self) -> Generation:
+        """Stop serving the generation; returns it for the caller to retire. The next one may be loading already."""
+        generation = self.generation
+        self._move("loading" if self.load else "released")
+        if generation is None:
+            raise AssertionError(f"cache {self.name} is ready without a generation")
+        self.generation = None
+        return generation
+
+    def _move(self, to: CacheState) -> None:
+        if to not in TRANSITIONS[self.state]:
+            raise AssertionError(f"cache {self.name} cannot go from {self.state} to {to}")
+        self.state = to
+
+    def status(self, leases: Leases) -> CacheStatus:
+        """The cache as `weightcachectl status` shows it; of one that loads anew, the generation is the served one."""
+        generation, load = self.generation, self.load
+        return CacheStatus(
+            name=self.name,
+            role=self.role,
+            state=self.state,
+            generation=generation.number if generation else 0,
+            source=generation.source if generation else "loaded",
+            bytes=generation.nbytes if generation else 0,
+            segments=len(generation.segment_nbytes) if generation else 0,
+            tensors=generation.tensors if generation else 0,
+            load_seconds=generation.load_seconds if generation else 0.0,
+            phase=load.phase if load else "",
+            done_bytes=load.done_bytes if load else 0,
+            total_bytes=load.total_bytes if load else 0,
+            error=self.error,
+            engines=leases.engines(self.name),
+            eta_s=load.eta_s() if load else None,
+        )
+
+
+class Caches:
+    """All caches of the device, by name. `changed` fires whenever an answer to an engine may have changed."""
+
+    def __init__(self) -> None:
+        self._caches: dict[str, Cache] = {}
+        self.changed = Broadcast()
+
+    def __iter__(self) -> Iterator[Cache]:
+        return iter(list(self._caches.values()))
+
+    def get(self, name: str) -> Cache | None:
+        return self._caches.get(name)
+
+    def names(self) -> str:
+        """For messages to a person."""
+        return ", ".join(sorted(self._caches)) or "none"
+
+    def ensure(self, name: str, role: Role) -> Cache:
+        """The cache of this name, new if need be."""
+        return self._caches.setdefault(name, Cache(name, role))
+
+    def adopt(self, generation: Generation) -> None:
+        """Serve what the descriptor store had kept."""
+        self.ensure(generation.cache, generation.role).publish(generation)
+
+    def remove(self, name: str) -> Generation | None:
+        """Forget a cache. Returns the generation it served, for the caller to retire."""
+        cache = self._caches.pop(name)
+        self.changed.fire()
+        return cache.generation
+
+    @property
+    def state(self) -> CacheState:
+        """The device's state in one word: what most needs a look."""
+        states = {cache.state for cache in self} | {"loading" for cache in self if cache.load}
+        order: tuple[CacheState, ...] = ("loading", "failed", "ready", "released")
+        return next((s for s in order if s in states), "ready")

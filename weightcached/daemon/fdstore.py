@@ -1,0 +1,242 @@
+"""The unit's file-descriptor store: a second copy of every descriptor, kept by systemd while the daemon is gone.
+
+One generation is one set: names "wc1.<first 40 hex digits of the index digest>.<place>", place "index" or the number
+of the segment. The index is stored first, so a set cut short by a crash is recognised as incomplete. Without
+NOTIFY_SOCKET every call does nothing. See sd_notify(3) and sd_listen_fds(3).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import select
+import socket
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import NamedTuple
+
+from weightcached.daemon.caches import Generation
+from weightcached.daemon.loading import host_segment_fault
+from weightcached.daemon.logs import printable
+from weightcached.errors import IndexFormatError
+from weightcached.index import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.paths import is_host_device
+from weightcached.wire.fds import OwnedFd, close_all, read_sealed
+
+log = logging.getLogger(__name__)
+
+LISTEN_FDS_START = 3
+# The manager answers in microseconds; when it is stopped or far behind we go on and say so.
+_BARRIER_TIMEOUT_S = 30.0
+_INDEX = "index"
+_NAME = re.compile(r"wc1\.([0-9a-f]{40})\.(index|0|[1-9][0-9]{0,5})")
+
+
+class StoreError(Exception):
+    """The manager could not be reached; what is served is not affected."""
+
+
+def _tag(index_digest: str) -> str:
+    return f"wc1.{index_digest[:40]}"
+
+
+class FdStore:
+    """Puts generations into the store and takes them out again. Blocking: call it from a thread."""
+
+    def __init__(self, notify_socket: str | None) -> None:
+        self._address = notify_socket
+
+    @property
+    def available(self) -> bool:
+        return self._address is not None
+
+    def put(self, generation: Generation) -> None:
+        """Store all descriptors of a generation; returns once the manager has taken them. Raises StoreError."""
+        tag = _tag(generation.index_digest)
+        with self._connected() as sock, generation.handout() as fds:
+            for place, fd in zip([_INDEX, *map(str, range(len(fds) - 1))], fds, strict=True):
+                # FDPOLL=0: the manager would otherwise watch the descriptor and drop it on POLLHUP or POLLERR.
+                _send(sock, f"FDSTORE=1\nFDNAME={tag}.{place}\nFDPOLL=0", fd.fileno())
+            _barrier(sock)
+
+    def remove(self, generation: Generation) -> None:
+        """Take a generation out. Raises StoreError."""
+        tag = _tag(generation.index_digest)
+        # Segments first: cut short, what stays is an index without segments, which adopt() drops.
+        self.remove_names([*(f"{tag}.{n}" for n in range(len(generation.segment_nbytes))), f"{tag}.{_INDEX}"])
+
+    def remove_names(self, names: list[str]) -> None:
+        with self._connected() as sock:
+            for name in names:
+                _send(sock, f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[socket.socket | None]:
+        if self._address is None:
+            yield None
+            return
+        # "@" stands for the zero byte of an abstract socket.
+        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+                sock.settimeout(_BARRIER_TIMEOUT_S)
+                sock.connect(address)
+                yield sock
+        except OSError as e:
+            raise StoreError(f"the service manager's socket {self._address}: {e.strerror or e}") from e
+
+
+def _send(sock: socket.socket | None, state: str, fd: int | None = None) -> None:
+    if sock is None:
+        return
+    ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    sock.sendmsg([state.encode()], ancillary, socket.MSG_NOSIGNAL)
+
+
+def _barrier(sock: socket.socket | None) -> None:
+    """Return once the manager has worked through everything sent so far: it then closes its end of a pipe."""
+    if sock is None:
+        return
+    reader, writer = map(OwnedFd, os.pipe2(os.O_CLOEXEC))
+    with reader:
+        with writer:
+            _send(sock, "BARRIER=1", writer.fileno())
+        poll = select.poll()
+        poll.register(reader.fileno(), select.POLLHUP)
+        if not poll.poll(_BARRIER_TIMEOUT_S * 1000):
+            raise TimeoutError(f"no answer for {_BARRIER_TIMEOUT_S:.0f} s")
+
+
+# ---- adoption
+
+
+class _Stored(NamedTuple):
+    name: str
+    fd: OwnedFd
+
+
+def inherited(environ: MutableMapping[str, str]) -> list[_Stored]:
+    """The descriptors that the manager passed to this very process; the variables are removed."""
+    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
+    names = environ.pop("LISTEN_FDNAMES", "").split(":")
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return []
+    stored = []
+    for number in range(int(count)):
+        fd = LISTEN_FDS_START + number
+        fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        stored.append(_Stored(names[number] if number < len(names) else "", OwnedFd(fd)))
+    return stored
+
+
+class Expected(NamedTuple):
+    """What a set must have been made for. `driver` is None where it is unknown: then it is not compared."""
+
+    device: str
+    boot_id: str
+    driver: str | None
+
+
+def adopt(stored: list[_Stored], expected: Expected, drop_names: Callable[[list[str]], None]) -> list[Generation]:
+    """Turn the store's descriptors back into generations, at most one per cache.
+
+    What cannot be used is closed, taken out of the store through `drop_names`, and logged with the reason.
+    """
+    sets: dict[str, dict[str, OwnedFd]] = {}
+    for name, fd in stored:
+        match = _NAME.fullmatch(name)
+        tag, place = match.groups() if match else ("", "")
+        members = sets.setdefault(tag, {})
+        if match is None:
+            # Not ours, or from another version of this software: of no use, and it would never be freed.
+            _drop(printable(name), "its name is not one of this version's", [(name, fd)], drop_names)
+        else:
+            # A second descriptor of one name makes the set unusable: removing either would remove both.
+            members[place if place not in members else f"{place}.again"] = fd
+    kept: dict[str, Generation] = {}
+    for tag, members in sets.items():
+        if members:
+            _adopt_set(tag, members, expected, kept, drop_names)
+    return list(kept.values())
+
+
+def _adopt_set(
+    tag: str,
+    members: dict[str, OwnedFd],
+    expected: Expected,
+    kept: dict[str, Generation],
+    drop_names: Callable[[list[str]], None],
+) -> None:
+    named = [(f"wc1.{tag}.{place}", fd) for place, fd in members.items()]
+    try:
+        generation = _generation(tag, members, expected)
+    except IndexFormatError as e:
+        _drop(tag, str(e), named, drop_names)
+        return
+    rival = kept.get(generation.cache)
+    if rival is not None:
+        generation, rival = (generation, rival) if generation.number > rival.number else (rival, generation)
+        names = [f"{_tag(rival.index_digest)}.{p}" for p in (_INDEX, *range(len(rival.segment_nbytes)))]
+        reason = f"{rival.cache} has generation {generation.number}, this is {rival.number}"
+        _drop(rival.index_digest[:40], reason, list(zip(names, rival.fds, strict=True)), drop_names)
+    kept[generation.cache] = generation
+
+
+def _generation(tag: str, members: dict[str, OwnedFd], expected: Expected) -> Generation:
+    """Check one set. Raises IndexFormatError with the reason why it is of no use."""
+    if _INDEX not in members:
+        raise IndexFormatError(f"it has {len(members)} segments and no index")
+    try:
+        data = read_sealed(members[_INDEX].fileno(), max_nbytes=MAX_INDEX_BYTES)
+    except (ValueError, OSError) as e:
+        raise IndexFormatError(f"its index: {e}") from e
+    # decode() recognises another format version before anything else, and checks the digest.
+    index = decode(data)
+    digest = digest_of(data)
+    if not digest.startswith(tag):
+        raise IndexFormatError(f"its index has digest {digest[:40]}")
+    _check_origin(index, expected)
+    count = len(index.segments)
+    places = [str(number) for number in range(count)]
+    if set(members) != {_INDEX, *places}:
+        raise IndexFormatError(f"it is not complete: its index lists {count} segments, {len(members) - 1} are stored")
+    segments = [members[place] for place in places]
+    if is_host_device(expected.device):
+        for number, (fd, record) in enumerate(zip(segments, index.segments, strict=True)):
+            fault = host_segment_fault(fd.fileno(), record.nbytes)
+            if fault:
+                raise IndexFormatError(f"segment {number} {fault}")
+    return Generation(index, digest, members[_INDEX], segments, "adopted")
+
+
+def _check_origin(index: TensorIndex, expected: Expected) -> None:
+    if index.device != expected.device:
+        raise IndexFormatError(f"it is of device {index.device}, this daemon serves {expected.device}")
+    if index.boot_id != expected.boot_id:
+        raise IndexFormatError(f"it is of boot {index.boot_id}, this one is {expected.boot_id}")
+    if expected.driver is not None and index.driver != expected.driver:
+        raise IndexFormatError(f"it was made under driver {index.driver}, loaded is {expected.driver}")
+
+
+def _drop(what: str, reason: str, named: list[tuple[str, OwnedFd]], drop_names: Callable[[list[str]], None]) -> None:
+    log.warning("stored set dropped set=%s descriptors=%d reason=%s", what, len(named), reason)
+    close_all(fd for _, fd in named)
+    try:
+        drop_names([name for name, _ in named])
+    except StoreError as e:
+        log.warning("stored set stays in the store set=%s error=%s", what, e)
+
+
+def current_driver(device: str) -> str | None:
+    """What must not change under a segment while it is stored; None where it is not known."""
+    if is_host_device(device):
+        return None
+    try:
+        with open("/proc/driver/nvidia/version") as f:
+            version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)", f.read())
+    except OSError:
+        return None
+    return version.group(1) if version else None

@@ -1,0 +1,288 @@
+"""One run of the loader child: from the job to a complete, checked generation.
+
+A loader is not trusted to be well: it may crash, hang, be killed, or deliver half of what it promised. Whatever it
+does, run() returns a complete and checked delivery or raises LoadFailedError, and nothing of it is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from weightcached.daemon import packets
+from weightcached.daemon.children import Supervised, feed, signal_name, spawn
+from weightcached.daemon.logs import printable
+from weightcached.errors import IndexFormatError, LoadError, ProtocolError
+from weightcached.index import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.job import LoaderJob, encode_job
+from weightcached.key import WeightCacheKey
+from weightcached.paths import is_host_device
+from weightcached.wire.fds import OwnedFd, close_all, is_sealed, read_sealed
+from weightcached.wire.framing import MAX_PACKET_FDS, Packet
+from weightcached.wire.messages import (
+    Descriptors,
+    LoaderFailed,
+    LoaderIndex,
+    LoaderKey,
+    LoaderProgress,
+    Role,
+    decode_loader,
+)
+
+log = logging.getLogger(__name__)
+
+DEFAULT_STALL_TIMEOUT_S = 600.0
+# A loader that has said all it had to say unloads vLLM and leaves.
+_EXIT_TIMEOUT_S = 60.0
+_MAX_SEGMENTS = 16_384
+
+
+class LoadFailedError(LoadError):
+    """A load came to nothing. `permanent`: a retry without a change is pointless."""
+
+    def __init__(self, message: str, *, permanent: bool = False) -> None:
+        super().__init__(message)
+        self.permanent = permanent
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a loader made, checked. The caller owns the descriptors."""
+
+    index: TensorIndex
+    index_digest: str
+    index_fd: OwnedFd
+    segment_fds: list[OwnedFd]
+
+
+class LoadRequest(NamedTuple):
+    """One cache to load, as the manifest has it. `python` is the interpreter of the model's engine, ours if None."""
+
+    device: str
+    cache: str
+    role: Role
+    generation: int
+    spec_digest: str
+    engine: dict[str, Any]
+    rank: int
+    rendezvous: str
+    identity: Literal["full", "sampled"]
+    python: str | None
+    boot_id: str
+
+    def job(self, socket_fd: int) -> LoaderJob:
+        fields = self._asdict()
+        del fields["python"]
+        return LoaderJob(**fields, socket_fd=socket_fd)
+
+
+OnProgress = Callable[[str, int, int], bool]
+OnKey = Callable[[WeightCacheKey], None]
+
+
+class LoaderRun:
+    """One run of the loader.
+
+    on_progress(phase, done_bytes, total_bytes) says whether that was progress; without any for `stall_timeout_s`
+    the child is killed. `command` replaces the interpreter and module, for tests.
+    """
+
+    def __init__(
+        self,
+        request: LoadRequest,
+        *,
+        on_progress: OnProgress,
+        on_key: OnKey,
+        stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self._request = request
+        self._name = request.cache
+        self._on_progress = on_progress
+        self._on_key = on_key
+        self._stall_timeout_s = stall_timeout_s
+        self._command = list(command or (request.python or sys.executable, "-m", "weightcached.loader"))
+        self._deadline_s = 0.0
+        self._last = "starting"
+        self._index: OwnedFd | None = None
+        self._expected = 0
+        self._segments: list[OwnedFd] = []
+
+    async def run(self) -> Delivery:
+        """Load. Raises LoadFailedError; on that and on cancellation every descriptor is closed, the child killed."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with ours:
+                with theirs:
+                    theirs_fd = theirs.fileno()
+                    child = await self._spawn(theirs_fd)
+                ours.setblocking(False)
+                async with Supervised(child, self._name) as supervised:
+                    await self._hand_over(child, encode_job(self._request.job(theirs_fd)))
+                    await self._receive(ours, supervised)
+                    # Published only once the child is gone: its device context counts against the first engine's
+                    # memory, and the next load's.
+                    await self._await_exit(supervised)
+            return await asyncio.to_thread(self._check)
+        except BaseException:
+            close_all([*self._segments, *([self._index] if self._index else [])])
+            raise
+
+    async def _spawn(self, socket_fd: int) -> asyncio.subprocess.Process:
+        try:
+            child = await spawn(self._command, device=self._request.device, pass_fds=[socket_fd])
+        except OSError as e:
+            raise LoadFailedError(
+                f"loader of {self._name} cannot be started with {self._command[0]}: {e.strerror}; "
+                "python: in the manifest names the interpreter that runs the engine",
+                permanent=True,
+            ) from e
+        log.info("loader started cache=%s generation=%d pid=%d", self._name, self._request.generation, child.pid)
+        return child
+
+    async def _hand_over(self, child: asyncio.subprocess.Process, job: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await feed(child, job)
+        except TimeoutError as e:
+            raise self._stalled() from e
+
+    async def _receive(self, ours: socket.socket, supervised: Supervised) -> None:
+        """Take messages until the delivery is complete or the child has hung up."""
+        loop = asyncio.get_running_loop()
+        self._deadline_s = loop.time() + self._stall_timeout_s
+        while not self._complete:
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    packet = await packets.recv(ours, max_fds=MAX_PACKET_FDS)
+            except TimeoutError as e:
+                raise self._stalled() from e
+            except (EOFError, OSError):
+                return
+            except ProtocolError as e:
+                raise self._protocol_fault(str(e)) from e
+            if self._take(packet):
+                self._deadline_s = loop.time() + self._stall_timeout_s
+
+    @property
+    def _complete(self) -> bool:
+        return self._index is not None and len(self._segments) == self._expected
+
+    def _take(self, packet: Packet) -> bool:
+        """Act on one packet. Returns whether it was progress; keeps or closes its descriptors."""
+        fds = packet.fds
+        try:
+            message = decode_loader(packet.data)
+            if isinstance(message, LoaderProgress):
+                self._last = f"{message.phase}, {message.done_bytes} of {message.total_bytes} bytes"
+                return self._on_progress(message.phase, message.done_bytes, message.total_bytes)
+            if isinstance(message, LoaderFailed):
+                raise LoadFailedError(printable(message.message) or message.code, permanent=message.permanent)
+            if isinstance(message, LoaderKey):
+                self._on_key(message.key)
+            elif isinstance(message, LoaderIndex):
+                self._take_index(message, fds)
+                fds = []
+            else:
+                self._take_segments(message, fds)
+                fds = []
+            return True
+        except ProtocolError as e:
+            raise self._protocol_fault(str(e)) from e
+        finally:
+            close_all(fds)
+
+    def _take_index(self, message: LoaderIndex, fds: list[OwnedFd]) -> None:
+        if self._index is not None or len(fds) != 1 or message.segments > _MAX_SEGMENTS:
+            close_all(fds)
+            raise ProtocolError(
+                f"an index of {message.segments} segments came with {len(fds)} descriptors: expected one index, "
+                f"one descriptor, at most {_MAX_SEGMENTS} segments"
+            )
+        self._index, self._expected = fds[0], message.segments
+
+    def _take_segments(self, message: Descriptors, fds: list[OwnedFd]) -> None:
+        first, self._segments = len(self._segments), [*self._segments, *fds]
+        if self._index is None or message.first != first or not fds or len(self._segments) > self._expected:
+            raise ProtocolError(
+                f"descriptors {message.first} to {message.first + len(fds) - 1} came where number {first} "
+                f"of {self._expected} was next"
+            )
+
+    def _stalled(self) -> LoadFailedError:
+        return LoadFailedError(
+            f"loader of {self._name} made no progress for {self._stall_timeout_s:.0f} s, last: {self._last}: "
+            "it was killed; its last lines are in the log"
+        )
+
+    def _protocol_fault(self, what: str) -> LoadFailedError:
+        return LoadFailedError(
+            f"loader of {self._name} broke the protocol: {what}; it was killed. Is the weightcached of "
+            f"{self._command[0]} the daemon's version?"
+        )
+
+    async def _await_exit(self, supervised: Supervised) -> None:
+        """Wait for the child's end; judge it, unless it has delivered everything before."""
+        try:
+            async with asyncio.timeout(_EXIT_TIMEOUT_S):
+                status = await supervised.ended()
+        except TimeoutError:
+            status = None
+        if self._complete:
+            if status != 0:
+                log.warning("loader delivered everything and ended badly cache=%s status=%s", self._name, status)
+            return
+        raise LoadFailedError(self._death(status, supervised.last_error_line))
+
+    def _death(self, status: int | None, last_line: str) -> str:
+        name = f"loader of {self._name}"
+        if status is None:
+            return f"{name} closed its socket and then ran on for {_EXIT_TIMEOUT_S:.0f} s: it was killed"
+        if status == -signal.SIGKILL:
+            return f"{name} died of SIGKILL; if the kernel ran out of memory, 'journalctl --user -k' or dmesg says so"
+        if status < 0:
+            return f"{name} died of {signal_name(-status)}" + (f": {last_line}" if last_line else "")
+        if status > 0:
+            return f"{name} ended with status {status}: {last_line or 'it printed no reason'}"
+        if self._index is None:
+            return f"{name} ended with status 0 and delivered no index"
+        return f"{name} ended with status 0 and delivered {len(self._segments)} of {self._expected} segments"
+
+    def _check(self) -> Delivery:
+        """Hold the delivery against what was asked for. Runs in a thread: an index may be large."""
+        if self._index is None:
+            raise AssertionError("an incomplete delivery is never checked")
+        try:
+            data = read_sealed(self._index.fileno(), max_nbytes=MAX_INDEX_BYTES)
+            index = decode(data)
+        except (ValueError, IndexFormatError) as e:
+            raise self._protocol_fault(str(e)) from e
+        for field in ("device", "cache", "role", "generation", "spec_digest", "boot_id"):
+            asked, got = getattr(self._request, field), getattr(index, field)
+            if asked != got:
+                raise self._protocol_fault(f"its index has {field} {got!r}, asked was {asked!r}")
+        if len(index.segments) != len(self._segments):
+            raise self._protocol_fault(f"its index lists {len(index.segments)} segments, {len(self._segments)} came")
+        if is_host_device(self._request.device) != (index.backend == "host"):
+            raise self._protocol_fault(f"its index has backend {index.backend!r} for device {index.device}")
+        if index.backend == "host":
+            for number, (fd, segment) in enumerate(zip(self._segments, index.segments, strict=True)):
+                fault = host_segment_fault(fd.fileno(), segment.nbytes)
+                if fault:
+                    raise self._protocol_fault(f"segment {number} {fault}")
+        return Delivery(index, digest_of(data), self._index, self._segments)
+
+
+def host_segment_fault(fd: int, nbytes: int) -> str:
+    """What is wrong with a descriptor as a host segment of `nbytes`, or ""."""
+    if not is_sealed(fd):
+        return "is not a memfd sealed against write, grow and shrink"
+    actual = os.fstat(fd).st_size
+    return "" if actual == nbytes else f"holds {actual} bytes, its index says {nbytes}"

@@ -1,0 +1,303 @@
+"""The daemon's life: start order, signals, stop order. Read it top to bottom.
+
+Only run() decides how the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import signal
+import socket
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from weightcached import __version__
+from weightcached.daemon import fdstore
+from weightcached.daemon.caches import Caches, Generation
+from weightcached.daemon.children import make_full_digest
+from weightcached.daemon.leases import Leases
+from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
+from weightcached.daemon.matching import Matcher
+from weightcached.daemon.notify import Notifier, watchdog_period_s
+from weightcached.daemon.peers import Peer
+from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
+from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, listen, shake_hands
+from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, DeviceBusyError, ManifestError, RuntimePathError
+from weightcached.paths import check_device, create_runtime_dir, lock_path, runtime_dir, socket_path
+from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
+
+log = logging.getLogger(__name__)
+
+_HANDSHAKE_TIMEOUT_S = 10.0
+# The manager waits this much longer than we do for a stalled loader: we can say what stalled.
+_EXTEND_MARGIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line gives. `loader_command`, and the two times, are there for tests and for emergencies."""
+
+    device: str
+    manifest: Path | None = None
+    socket_dir: Path | None = None
+    loader_command: Sequence[str] | None = None
+    stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+
+
+def run(options: Options) -> int:
+    """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before it serves."""
+    device = check_device(options.device)
+    directory = options.socket_dir or runtime_dir()
+    path = socket_path(device, directory)
+    create_runtime_dir(directory)
+    with _lock(device, lock_path(device, directory)):
+        _raise_descriptor_limit()
+        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET"))
+        adopted = _adopt(device, store)
+        listener = listen(path)
+        try:
+            return asyncio.run(_live(options, path, listener, store, adopted))
+        finally:
+            # We hold the lock: whatever is bound there is ours.
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _lock(device: str, path: Path) -> Iterator[None]:
+    """Be the only daemon of `device`. The file stays: unlinking it would let two daemons lock two files."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as e:
+        raise RuntimePathError(
+            f"cannot open the lock {path}: {e.strerror}; if something else is there, remove it"
+        ) from e
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise RuntimePathError(f"the lock {path} is not a regular file: remove it")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            who = f"pid {holder}" if holder.isdecimal() else "a process that left no pid"
+            raise DeviceBusyError(
+                f"device {device} is served by another weightcached ({who}), which holds {path}: "
+                f"systemctl --user stop weightcached@{device}.service, or end that process"
+            ) from e
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _raise_descriptor_limit() -> None:
+    """One descriptor per segment and two per peer; also the bound of what may be in flight to engines."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _adopt(device: str, store: fdstore.FdStore) -> list[Generation]:
+    """Take back what the manager kept for us, before anything can fail for another reason."""
+    expected = fdstore.Expected(device, _boot_id(), fdstore.current_driver(device))
+    generations = fdstore.adopt(fdstore.inherited(os.environ), expected, store.remove_names)
+    for g in generations:
+        log.info("adopted cache=%s generation=%d segments=%d bytes=%d", g.cache, g.number, len(g.fds) - 1, g.nbytes)
+    return generations
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+async def _live(
+    options: Options, path: Path, listener: socket.socket, store: fdstore.FdStore, adopted: list[Generation]
+) -> int:
+    """From the bound socket to the exit status."""
+    daemon = Daemon(options, path, listener, store, adopted)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
+    stopping = asyncio.create_task(stop.wait())
+    starting = asyncio.create_task(daemon.start())
+    try:
+        await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and (status := starting.result()) is not None:
+            return status
+        await stopping
+        return 0
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        stopping.cancel()
+        await daemon.stop()
+
+
+class Daemon:
+    """What all sessions share, and the order in which it comes and goes."""
+
+    def __init__(
+        self,
+        options: Options,
+        path: Path,
+        listener: socket.socket,
+        store: fdstore.FdStore,
+        adopted: list[Generation],
+    ) -> None:
+        self.device = options.device
+        self.pid = os.getpid()
+        self.caches = Caches()
+        self.leases = Leases()
+        self.matcher = Matcher(self.caches, self.device, make_full_digest)
+        self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
+        self.reconciler = Reconciler(
+            self.caches,
+            self.matcher,
+            store,
+            self._notifier,
+            partial(LoaderRun, stall_timeout_s=options.stall_timeout_s, command=options.loader_command),
+            device=self.device,
+            boot_id=_boot_id(),
+            manifest=options.manifest,
+        )
+        self._path = path
+        self._since = time.time()
+        self._idle_timeout_s = options.idle_timeout_s
+        self._server = Server(listener, self._open_session)
+        self._started = asyncio.Event()
+        self._reload_turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[object]] = set()
+        for generation in adopted:
+            self.caches.adopt(generation)
+
+    async def start(self) -> int | None:
+        """Serve, load what is missing, say so. Returns an exit status if there is nothing to live for."""
+        # What was adopted is served before the manifest is even read.
+        self._server.start()
+        status = await self._first_reconcile()
+        if status is not None:
+            self._notifier.status(f"failed: {self._summary()}")
+            return status
+        try:
+            await shake_hands(self._path, timeout_s=_HANDSHAKE_TIMEOUT_S)
+        except HANDSHAKE_ERRORS as e:
+            log.error("handshake with our own socket failed, giving up socket=%s error=%r", self._path, e)
+            return EXIT_FAILURE
+        await self._notifier.ready(self._summary())
+        log.info("serving device=%s socket=%s %s", self.device, self._path, self._summary())
+        self._started.set()
+        period_s = watchdog_period_s(os.environ)
+        if period_s is not None:
+            self._keep(asyncio.create_task(self._feed_watchdog(period_s)))
+        return None
+
+    async def _first_reconcile(self) -> int | None:
+        """Load what is missing. Returns the failure's exit status when nothing at all can be served."""
+        try:
+            outcomes = await self.reconciler.run()
+        except ManifestError as e:
+            return None if any(cache.generation for cache in self.caches) else e.exit_status
+        failed = [outcome.cache for outcome in outcomes if outcome.outcome == "failed"]
+        if not failed or any(cache.generation for cache in self.caches):
+            return None
+        # A restart may mend what is not permanent.
+        return EXIT_FAILURE if self.reconciler.transient_failures & set(failed) else EXIT_CONFIG
+
+    async def stop(self) -> None:
+        """The reverse of start: nobody new, no child, no peer, no descriptor. The manager frees its own copies."""
+        await self._notifier.stopping()
+        # 1. Nobody new.
+        await self._server.stop_accepting()
+        self._path.unlink(missing_ok=True)
+        # 2. The loader child and the digest child, with everything they started.
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.matcher.close()
+        # 3. Engines: they keep what they have mapped.
+        await self._server.close_connections()
+        # 4. Our descriptors.
+        for cache in self.caches:
+            if cache.generation is not None:
+                cache.generation.retire()
+        log.info("stopped device=%s", self.device)
+
+    def _open_session(self, sock: socket.socket, peer: Peer) -> Session:
+        return Session(sock, peer, self, idle_timeout_s=self._idle_timeout_s)
+
+    def _keep(self, task: asyncio.Task[object]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ---- reload
+
+    def reload_on_signal(self) -> None:
+        log.info("reload asked by=SIGHUP")
+        self.reload(force=False, only=[])
+
+    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused]:
+        """Begin a reload, which goes on whoever waits for it. Reloads run one after the other."""
+        task = asyncio.create_task(self._reload(force=force, only=only))
+        self._keep(task)
+        return task
+
+    async def _reload(self, *, force: bool, only: list[str]) -> list[CacheOutcome] | ReloadReply | Refused:
+        # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
+        await self._started.wait()
+        async with self._reload_turn:
+            await self._notifier.reloading()
+            try:
+                return await self.reconciler.run(force=force, only=only)
+            except ManifestError as e:
+                return ReloadReply(error=str(e))
+            except UnknownCacheError as e:
+                return Refused(code="unknown-cache", message=str(e))
+            finally:
+                await self._notifier.ready(self._summary())
+
+    # ---- inspection
+
+    def status(self) -> StatusReply:
+        return StatusReply(
+            device=self.device,
+            pid=self.pid,
+            state=self.caches.state,
+            since=self._since,
+            caches=[cache.status(self.leases) for cache in self.caches],
+            manifest=self.reconciler.manifest,
+            manifest_error=self.reconciler.manifest_error,
+            software=__version__,
+        )
+
+    def _summary(self) -> str:
+        """One line for `systemctl status`."""
+        served = [cache.generation for cache in self.caches if cache.generation]
+        gib = sum(generation.nbytes for generation in served) / 2**30
+        parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {gib:.1f} GiB"]
+        parts += [f"{cache.name}: {cache.error}" for cache in self.caches if cache.error]
+        if self.reconciler.manifest_error:
+            parts.append(f"manifest refused: {self.reconciler.manifest_error}")
+        return "; ".join(parts)
+
+    async def _feed_watchdog(self, period_s: float) -> None:
+        """Tell the manager that we live, only while a peer would be served."""
+        while True:
+            try:
+                await shake_hands(self._path, timeout_s=period_s)
+                self._notifier.alive()
+            except HANDSHAKE_ERRORS as e:
+                log.error("handshake with our own socket failed, the watchdog is not fed error=%r", e)
+            await asyncio.sleep(period_s)

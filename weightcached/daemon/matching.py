@@ -1,0 +1,203 @@
+"""Which cache fits a key: the daemon's side of "never the wrong weights".
+
+All fields of the key but the checkpoint compare by equality; the checkpoint goes through identity.decide(). When that
+needs the daemon's own full digest, a child makes it, once per generation, and only from files that are unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import NamedTuple
+
+import msgspec
+
+from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
+from weightcached.errors import CheckpointError, WeightcachedError
+from weightcached.identity import CheckpointIdentity, Different, Equal, Need, changed_files, decide
+from weightcached.key import WeightCacheKey
+from weightcached.wire.messages import (
+    Absent,
+    Failed,
+    FieldMismatch,
+    Loading,
+    Mismatch,
+    NeedDigest,
+    Released,
+)
+
+log = logging.getLogger(__name__)
+
+Answer = Generation | Loading | Mismatch | NeedDigest | Absent | Failed | Released
+DigestChild = Callable[[CheckpointIdentity], Coroutine[None, None, str]]
+
+CHANGED = "the checkpoint changed since it was loaded: weightcachectl reload"
+
+
+class _Offer(NamedTuple):
+    """Something that a key may match: a generation, a load under way, or what became of one."""
+
+    cache: Cache
+    key: WeightCacheKey | None
+    what: Generation | LoadProgress | None
+
+
+class _Undecided(NamedTuple):
+    offer: _Offer
+    need: Need
+
+
+class Matcher:
+    """Answers keys. `digest_child` makes the full digest of a checkpoint, at low priority."""
+
+    def __init__(self, caches: Caches, device: str, digest_child: DigestChild) -> None:
+        self._caches = caches
+        self._device = device
+        self._digest_child = digest_child
+        self._digests: dict[Generation, asyncio.Task[str]] = {}
+
+    async def match(self, key: WeightCacheKey) -> Answer:
+        """The generation that `key` matches, or the message that says why there is none (yet)."""
+        offers = self._offers(key)
+        if not offers:
+            return Absent(
+                reason=f"no cache in role {key.role} on {self._device}: the manifest gives it {self._caches.names()}"
+            )
+        nearest: list[Mismatch] = []
+        undecided: list[_Undecided] = []
+        for offer in offers:
+            if offer.key is None:
+                continue
+            fields = offer.key.mismatched_fields(key)
+            if fields:
+                nearest.append(_mismatch(offer.cache, [FieldMismatch(*field) for field in fields]))
+                continue
+            verdict = decide(_identity(offer, offer.key), key.checkpoint, mode=offer.cache.identity)
+            if isinstance(verdict, Equal):
+                return _final(offer)
+            if isinstance(verdict, Different):
+                nearest.append(_checkpoint_mismatch(offer.cache, offer.key, key, verdict.reason))
+            elif isinstance(verdict, Need):
+                undecided.append(_Undecided(offer, verdict))
+        if undecided:
+            return await self._settle(undecided[0], key)
+        unknown = [offer for offer in offers if offer.key is None]
+        return _without_match(unknown, nearest)
+
+    def forget(self, generation: Generation) -> None:
+        """The generation is no longer served: its digest is not needed any more."""
+        task = self._digests.pop(generation, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._digests.values())
+        self._digests.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _offers(self, key: WeightCacheKey) -> list[_Offer]:
+        caches = [cache for cache in self._caches if cache.role == key.role]
+        served = [_Offer(c, c.generation.key, c.generation) for c in caches if c.generation]
+        loading = [_Offer(c, c.load.key, c.load) for c in caches if c.load]
+        gone = [_Offer(c, c.last_key, None) for c in caches if not c.generation and not c.load]
+        return served + loading + gone
+
+    async def _settle(self, undecided: _Undecided, asked: WeightCacheKey) -> Answer:
+        """Neither equal nor different so far: have the missing digest made, by the engine or by us."""
+        offer, need = undecided
+        if not isinstance(offer.what, Generation) or offer.key is None:
+            # What is loading is compared for good once it is served; what failed or was released never is.
+            return _final(offer)
+        generation = offer.what
+        if await asyncio.to_thread(changed_files, offer.key.checkpoint):
+            return _checkpoint_mismatch(offer.cache, offer.key, asked, CHANGED)
+        if "cached" in need.sides and need.rung != "full":
+            reason = f"it was loaded without its {need.rung} digest: weightcachectl reload"
+            return _checkpoint_mismatch(offer.cache, offer.key, asked, reason)
+        task = self._full_digest(generation) if "cached" in need.sides else None
+        if "asked" in need.sides:
+            return NeedDigest(rung=need.rung, files=[f.name for f in asked.checkpoint.files if len(f.name) <= 300])
+        if task is not None and task.done():
+            # A done task with a digest would have been used by decide().
+            self.forget(generation)
+            return _digest_failure(offer.cache, offer.key, asked, task.result())
+        return Loading(cache=offer.cache.name, phase="digest")
+
+    def _full_digest(self, generation: Generation) -> asyncio.Task[str]:
+        if generation not in self._digests:
+            self._digests[generation] = asyncio.create_task(self._make_digest(generation))
+        return self._digests[generation]
+
+    async def _make_digest(self, generation: Generation) -> str:
+        """Fill in the generation's full digest. Returns what went wrong, or ""."""
+        identity = generation.key.checkpoint
+        log.info("digest begins cache=%s generation=%d", generation.cache, generation.number)
+        try:
+            digest = await self._digest_child(identity)
+            if await asyncio.to_thread(changed_files, identity):
+                raise CheckpointError(CHANGED)
+        except WeightcachedError as e:
+            log.error("digest failed cache=%s generation=%d error=%s", generation.cache, generation.number, e)
+            return str(e)
+        else:
+            generation.full_digest = digest
+            log.info("digest made cache=%s generation=%d", generation.cache, generation.number)
+            return ""
+        finally:
+            self._caches.changed.fire()
+
+
+def _identity(offer: _Offer, cached: WeightCacheKey) -> CheckpointIdentity:
+    """Our side of the comparison, with the full digest where it has been made since the load."""
+    ours = cached.checkpoint
+    full = offer.what.full_digest if isinstance(offer.what, Generation) else ours.full
+    return msgspec.structs.replace(ours, full=full)
+
+
+def _final(offer: _Offer) -> Answer:
+    """The answer for an offer that matches."""
+    cache = offer.cache
+    if isinstance(offer.what, Generation):
+        return offer.what
+    if isinstance(offer.what, LoadProgress):
+        return loading(cache, offer.what)
+    return Released(cache=cache.name) if cache.state == "released" else Failed(cache=cache.name, error=cache.error)
+
+
+def loading(cache: Cache, load: LoadProgress) -> Loading:
+    """The Loading message for a load under way."""
+    return Loading(
+        cache=cache.name,
+        phase=load.phase,
+        done_bytes=load.done_bytes,
+        total_bytes=load.total_bytes,
+        eta_s=load.eta_s(),
+    )
+
+
+def _without_match(unknown: list[_Offer], nearest: list[Mismatch]) -> Answer:
+    """No known key matches: a load whose key is not known yet still may, else the nearest one is named."""
+    for offer in unknown:
+        if isinstance(offer.what, LoadProgress):
+            return loading(offer.cache, offer.what)
+    if nearest:
+        return min(nearest, key=lambda mismatch: len(mismatch.fields))
+    return _final(unknown[0])
+
+
+def _mismatch(cache: Cache, fields: list[FieldMismatch]) -> Mismatch:
+    return Mismatch(cache=cache.name, fields=fields)
+
+
+def _checkpoint_mismatch(cache: Cache, cached: WeightCacheKey, asked: WeightCacheKey, reason: str) -> Mismatch:
+    field = FieldMismatch("checkpoint", f"{cached.checkpoint.root} ({reason})", asked.checkpoint.root)
+    return _mismatch(cache, [field])
+
+
+def _digest_failure(cache: Cache, cached: WeightCacheKey, asked: WeightCacheKey, error: str) -> Answer:
+    if error == CHANGED:
+        return _checkpoint_mismatch(cache, cached, asked, CHANGED)
+    return Failed(cache=cache.name, error=f"the full digest of its checkpoint could not be made: {error}")

@@ -1,0 +1,87 @@
+"""What systemd is told: readiness, progress, reloads, the watchdog and the end. Does nothing outside of a unit.
+
+Descriptors go to the manager through fdstore.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+
+import sdnotify
+
+from weightcached.daemon.caches import Cache, LoadProgress
+
+# Start-up may take an hour and shows it; one status line a second within a phase is enough for that.
+_PROGRESS_PERIOD_S = 1.0
+
+
+def _plain(text: str) -> str:
+    """One ASCII line, which is what the protocol takes."""
+    return " ".join(text.split()).encode("ascii", "replace").decode()
+
+
+class Notifier:
+    """Speaks to the manager named in NOTIFY_SOCKET.
+
+    What the manager must not miss is sent from a thread and may wait for it; status and watchdog never wait.
+    `extend_s` is how long the manager shall wait for the next progress; more than the loader's stall timeout, so that
+    a stalled loader is ended by us, with a reason.
+    """
+
+    def __init__(self, *, extend_s: float) -> None:
+        self._waiting = sdnotify.SystemdNotifier()
+        self._hasty = sdnotify.SystemdNotifier()
+        if self._hasty.socket is not None:
+            self._hasty.socket.setblocking(False)
+        self._extend_usec = int(extend_s * 1_000_000)
+        self._next_progress_s = 0.0
+        self._phase = ("", "")
+
+    async def ready(self, status: str) -> None:
+        await self._say(f"READY=1\nSTATUS={_plain(status)}")
+
+    async def reloading(self) -> None:
+        await self._say(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}\nSTATUS=reloading")
+
+    async def stopping(self) -> None:
+        await self._say("STOPPING=1")
+
+    def status(self, text: str) -> None:
+        self._hasty.notify(f"STATUS={_plain(text)}")
+
+    def alive(self) -> None:
+        self._hasty.notify("WATCHDOG=1")
+
+    def progress(self, cache: Cache, load: LoadProgress) -> None:
+        """A load has got further: show it, and ask for more time. To be called for real progress only."""
+        now_s = time.monotonic()
+        phase = (cache.name, load.phase)
+        if now_s >= self._next_progress_s or phase != self._phase:
+            self._phase = phase
+            self._next_progress_s = now_s + _PROGRESS_PERIOD_S
+            self._hasty.notify(
+                f"EXTEND_TIMEOUT_USEC={self._extend_usec}\nSTATUS={_plain('loading ' + describe(cache.name, load))}"
+            )
+
+    async def _say(self, state: str) -> None:
+        await asyncio.to_thread(self._waiting.notify, state)
+
+
+def describe(name: str, load: LoadProgress) -> str:
+    """E.g. "llama-8b/target: weights 3.2 of 16.1 GiB, 12 s left"."""
+    text = f"{name}: {load.phase}"
+    if load.total_bytes:
+        text += f" {load.done_bytes / 2**30:.1f} of {load.total_bytes / 2**30:.1f} GiB"
+    eta_s = load.eta_s()
+    return text if eta_s is None else f"{text}, {eta_s:.0f} s left"
+
+
+def watchdog_period_s(environ: Mapping[str, str]) -> float | None:
+    """How often to call alive(): half of what the manager allows this very process, None where it does not watch."""
+    usec, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", str(os.getpid()))
+    if not usec.isdecimal() or int(usec) == 0 or pid != str(os.getpid()):
+        return None
+    return int(usec) / 2_000_000

@@ -1,0 +1,82 @@
+"""wire/framing.py, awaited: the same packets on non-blocking sockets of the event loop. Knows no messages."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Sequence
+
+from weightcached.wire.framing import Packet, recv_packet, send_packet
+
+# How long a sender waits when too many descriptors of this user are in flight (unix(7), ETOOMANYREFS).
+_IN_FLIGHT_RETRY_S = 0.05
+
+
+def _wake(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
+
+
+async def readable(fd: int) -> None:
+    """Return once `fd` can be read or has reached its end. One waiter per descriptor."""
+    loop = asyncio.get_running_loop()
+    turn: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, _wake, turn)
+    try:
+        await turn
+    finally:
+        loop.remove_reader(fd)
+
+
+async def _writable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    turn: asyncio.Future[None] = loop.create_future()
+    loop.add_writer(fd, _wake, turn)
+    try:
+        await turn
+    finally:
+        loop.remove_writer(fd)
+
+
+async def recv(sock: socket.socket, *, max_fds: int) -> Packet:
+    """The next packet; raises as recv_packet() does. No deadline of its own."""
+    # One turn of the loop per packet, or a peer that floods would be the only one served.
+    await asyncio.sleep(0)
+    while True:
+        try:
+            return recv_packet(sock, max_fds=max_fds)
+        except BlockingIOError:
+            await readable(sock.fileno())
+
+
+async def send(sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, timeout_s: float) -> None:
+    """Send one packet; the caller keeps its descriptors. Raises TimeoutError, and what send_packet() raises."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                return send_packet(sock, data, fds)
+            except BlockingIOError:
+                await _writable(sock.fileno())
+            except OSError as e:
+                if e.errno != errno.ETOOMANYREFS:
+                    raise
+                await asyncio.sleep(_IN_FLIGHT_RETRY_S)
+
+
+async def connect(path: str, *, timeout_s: float) -> socket.socket:
+    """A connection to the socket at `path`; the caller closes it. Raises TimeoutError, OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.setblocking(False)
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    sock.connect(path)
+                    return sock
+                except BlockingIOError:
+                    # The listener's backlog is full; nothing tells when it no longer is.
+                    await asyncio.sleep(0.02)
+    except BaseException:
+        sock.close()
+        raise

@@ -1,0 +1,54 @@
+"""Who is at the other end of a connection, and whether that process still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+from weightcached.wire.fds import OwnedFd
+
+_UCRED = struct.Struct("3i")
+# Linux 6.5; not in the socket module. Free of the race between reading a pid and opening it.
+_SO_PEERPIDFD = 77
+
+
+class PeerRefusedError(Exception):
+    """The peer runs as another user, or its identity cannot be read."""
+
+
+class Peer:
+    """A connected process of our own user. `pid` is 0 where it lives in a pid namespace that we cannot see."""
+
+    def __init__(self, pid: int, pidfd: OwnedFd | None) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+
+    def close(self) -> None:
+        if self.pidfd is not None:
+            self.pidfd.close()
+
+
+def identify(sock: socket.socket) -> Peer:
+    """The peer of a connected socket. Raises PeerRefusedError unless it runs as our own user."""
+    try:
+        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    except (OSError, struct.error) as e:
+        raise PeerRefusedError(f"the user behind this connection cannot be read ({e}): it is refused") from e
+    if uid != os.getuid():
+        raise PeerRefusedError(
+            f"uid {uid} may not use this daemon, it serves uid {os.getuid()} alone: run the engine as that user"
+        )
+    return Peer(pid, _pidfd(sock, pid))
+
+
+def _pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
+    try:
+        return OwnedFd(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    except OSError:
+        pass
+    try:
+        return OwnedFd(os.pidfd_open(pid)) if pid > 0 else None
+    except OSError:
+        # Gone already, or not ours to see: the connection alone tells how long it lives.
+        return None

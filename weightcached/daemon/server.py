@@ -1,0 +1,167 @@
+"""The listening socket: accept peers, refuse strangers and crowds, give each of the others a Session.
+
+Owns the socket and the connections; what is said on them is session.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from weightcached.daemon import packets
+from weightcached.daemon.peers import Peer, PeerRefusedError, identify
+from weightcached.daemon.session import Session
+from weightcached.errors import ProtocolError, RuntimePathError
+from weightcached.wire.framing import send_packet
+from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, decode_reply, encode
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 512
+_BACKLOG = 256
+# Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
+_ACCEPT_PAUSE_S = 0.2
+HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
+
+
+def listen(path: Path) -> socket.socket:
+    """Bind `path` with mode 0600, in place of what a dead daemon left. Only the holder of the device's lock may.
+
+    Raises RuntimePathError.
+    """
+    _unlink_stale(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # From the first moment on: between bind() and a chmod() others could connect.
+    umask = os.umask(0o177)
+    try:
+        sock.bind(os.fspath(path))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as e:
+        sock.close()
+        raise RuntimePathError(f"cannot listen on {path}: {e.strerror or e}") from e
+    finally:
+        os.umask(umask)
+    return sock
+
+
+def _unlink_stale(path: Path) -> None:
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(info.st_mode):
+        raise RuntimePathError(f"{path} is not a socket (symbolic links are refused): remove it")
+    log.info("stale socket removed path=%s", path)
+    path.unlink()
+
+
+class Server:
+    """Serves every connection of `listener` in a task of its own. `open_session` makes the Session for a peer."""
+
+    def __init__(self, listener: socket.socket, open_session: Callable[[socket.socket, Peer], Session]) -> None:
+        self._listener = listener
+        self._open_session = open_session
+        self._connections: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def stop_accepting(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        self._listener.close()
+
+    async def close_connections(self) -> None:
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                await packets.readable(self._listener.fileno())
+            except ConnectionAbortedError:
+                continue
+            except OSError as e:
+                log.warning("cannot accept, pausing error=%s connections=%d", e.strerror, len(self._connections))
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+            else:
+                self._welcome(sock)
+                # A flood of connections must leave turns to those who are connected.
+                await asyncio.sleep(0)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        try:
+            peer = identify(sock)
+        except PeerRefusedError as e:
+            log.warning("peer refused reason=%s", e)
+            _refuse(sock, Refused(code="peer", message=str(e)))
+            return
+        # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
+        if len(self._connections) >= MAX_CONNECTIONS and peer.pid != os.getpid():
+            log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
+            peer.close()
+            message = f"this daemon has {MAX_CONNECTIONS} connections, the most it takes: close some, then try again"
+            _refuse(sock, Refused(code="busy", message=message))
+            return
+        task = asyncio.create_task(self._serve(sock, peer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket, peer: Peer) -> None:
+        session = asyncio.create_task(self._open_session(sock, peer).run())
+        death = asyncio.create_task(packets.readable(peer.pidfd.fileno())) if peer.pidfd else None
+        try:
+            # Whichever is first: the peer's death shows in its pidfd even while others hold its socket open.
+            await asyncio.wait([session, *([death] if death else [])], return_when=asyncio.FIRST_COMPLETED)
+            _log_end(peer, session)
+        finally:
+            tasks = [session, *([death] if death else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            sock.close()
+            peer.close()
+
+
+def _refuse(sock: socket.socket, message: Message) -> None:
+    with sock, contextlib.suppress(OSError):
+        send_packet(sock, encode(message))
+
+
+def _log_end(peer: Peer, session: asyncio.Task[None]) -> None:
+    if not session.done():
+        log.info("peer died pid=%d", peer.pid)
+        return
+    error = session.exception()
+    if isinstance(error, ProtocolError):
+        log.warning("peer broke the protocol pid=%d error=%s", peer.pid, error)
+    elif isinstance(error, TimeoutError):
+        log.info("peer kept us waiting, closed pid=%d", peer.pid)
+    elif error is None or isinstance(error, EOFError | OSError):
+        log.debug("peer left pid=%d", peer.pid)
+    else:
+        log.error("session failed pid=%d", peer.pid, exc_info=error)
+
+
+async def shake_hands(path: Path, *, timeout_s: float) -> None:
+    """Go through our own socket as an engine would, up to Welcome. Raises HANDSHAKE_ERRORS."""
+    async with asyncio.timeout(timeout_s):
+        with await packets.connect(str(path), timeout_s=timeout_s) as sock:
+            hello = encode(Hello(protocol=PROTOCOL_VERSION, purpose="self"))
+            await packets.send(sock, hello, timeout_s=timeout_s)
+            reply = decode_reply((await packets.recv(sock, max_fds=0)).data)
+            if not isinstance(reply, Welcome):
+                raise ProtocolError(f"our own socket answers {type(reply).__name__}")

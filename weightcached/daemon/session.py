@@ -1,0 +1,327 @@
+"""One connection: hello, then requests and answers in turn, until either side has had enough.
+
+A session owns its leases and nothing else. It never trusts its peer's pace: every wait has a deadline, or ends with
+the peer. Which cache fits a key is decided in matching.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable
+from typing import Protocol
+
+from weightcached import __version__
+from weightcached.daemon import packets
+from weightcached.daemon.caches import Cache, Caches, Generation
+from weightcached.daemon.leases import Lease, Leases
+from weightcached.daemon.logs import printable
+from weightcached.daemon.matching import Matcher, loading
+from weightcached.daemon.peers import Peer
+from weightcached.daemon.reconcile import Reconciler
+from weightcached.errors import ProtocolError
+from weightcached.wire.framing import MAX_PACKET_FDS, Packet
+from weightcached.wire.messages import (
+    PROTOCOL_VERSION,
+    Absent,
+    Attach,
+    CacheOutcome,
+    Descriptors,
+    Done,
+    Drop,
+    Failed,
+    Hello,
+    Loading,
+    Memory,
+    Message,
+    Progress,
+    Ready,
+    Refused,
+    Rejoin,
+    Rejoined,
+    Release,
+    Released,
+    Reload,
+    ReloadReply,
+    Request,
+    Status,
+    StatusReply,
+    Verify,
+    Welcome,
+    decode_request,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+# A peer that does not take its answer for this long is not going to.
+SEND_TIMEOUT_S = 10.0
+# Tools ask and leave. An engine may sit still for weeks: that is what a lease is.
+IDLE_TIMEOUT_S = 60.0
+# Loading and Progress are repeated at least this often.
+REPEAT_S = 1.0
+PROGRESS_S = 0.25
+
+
+class Service(Protocol):
+    """What sessions share; main.py's Daemon."""
+
+    device: str
+    pid: int
+    caches: Caches
+    leases: Leases
+    matcher: Matcher
+    reconciler: Reconciler
+
+    def status(self) -> StatusReply: ...
+
+    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused]: ...
+
+
+class Session:
+    """Serves one peer."""
+
+    def __init__(self, sock: socket.socket, peer: Peer, service: Service, *, idle_timeout_s: float = IDLE_TIMEOUT_S):
+        self._sock = sock
+        self._peer = peer
+        self._service = service
+        self._idle_timeout_s = idle_timeout_s
+        self._purpose = "ctl"
+        self._leases: dict[Generation, Lease] = {}
+
+    async def run(self) -> None:
+        """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError saying how it ended."""
+        try:
+            if await self._hello():
+                await self._dialogue()
+        except ProtocolError as e:
+            await self._send(Refused(code=e.code, message=str(e)))
+            raise
+        finally:
+            for lease in self._leases.values():
+                self._service.leases.end(lease)
+
+    async def _hello(self) -> bool:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            packet = await packets.recv(self._sock, max_fds=0)
+        hello = decode_request(packet.data)
+        if not isinstance(hello, Hello):
+            raise ProtocolError(f"the first message is {type(hello).__name__}, expected Hello")
+        if hello.protocol != PROTOCOL_VERSION:
+            await self._send(
+                Refused(
+                    code="protocol-version",
+                    message=f"the peer (weightcached {printable(hello.software, 100) or 'unknown'}) speaks protocol "
+                    f"{hello.protocol}, this daemon ({__version__}) speaks {PROTOCOL_VERSION}: install the same "
+                    "weightcached on both sides",
+                )
+            )
+            return False
+        self._purpose = hello.purpose
+        service = self._service
+        await self._send(
+            Welcome(protocol=PROTOCOL_VERSION, device=service.device, pid=service.pid, software=__version__)
+        )
+        return True
+
+    async def _dialogue(self) -> None:
+        request = decode_request((await self._next_packet()).data)
+        while True:
+            # Listening goes on while the answer is made, so that a peer that leaves is noticed at once. What it says
+            # meanwhile waits for its turn.
+            listener = asyncio.create_task(packets.recv(self._sock, max_fds=0))
+            answer = asyncio.create_task(self._answer(request))
+            try:
+                await asyncio.wait({listener, answer}, return_when=asyncio.FIRST_COMPLETED)
+                if listener.done():
+                    # Raises when the peer left.
+                    listener.result()
+                await answer
+                request = decode_request((await self._within_idle_limit(listener)).data)
+            finally:
+                await _cancel(listener, answer)
+
+    async def _next_packet(self) -> Packet:
+        return await self._within_idle_limit(packets.recv(self._sock, max_fds=0))
+
+    async def _within_idle_limit(self, packet: Awaitable[Packet]) -> Packet:
+        async with asyncio.timeout(None if self._purpose == "engine" else self._idle_timeout_s):
+            return await packet
+
+    async def _answer(self, request: Request) -> None:
+        match request:
+            case Status():
+                await self._send(self._service.status())
+            case Attach():
+                await self._attach(request)
+            case Memory():
+                await self._memory(request)
+            case Release():
+                await self._release()
+            case Rejoin():
+                await self._rejoin(request)
+            case Reload():
+                await self._reload(request)
+            case Drop():
+                await self._drop(request)
+            case Verify():
+                await self._verify(request)
+            case Hello():
+                raise ProtocolError("a second Hello: it is the first message and comes once")
+
+    # ---- engines
+
+    async def _attach(self, request: Attach) -> None:
+        while True:
+            answer = await self._service.matcher.match(request.key)
+            if isinstance(answer, Generation):
+                # Before anything is awaited: from here on a Drop or a Release sees this engine.
+                self._lease(answer)
+                await self._hand_out(answer)
+                return
+            await self._send(answer)
+            if not (request.wait and isinstance(answer, Loading)):
+                log.info("attach refused pid=%d answer=%s", self._peer.pid, type(answer).__name__)
+                return
+            await self._service.caches.changed.wait(timeout_s=REPEAT_S)
+
+    def _lease(self, generation: Generation) -> None:
+        if generation not in self._leases:
+            lease = self._service.leases.begin(generation.cache, generation.number, self._peer.pid)
+            self._leases[generation] = lease
+            log.info("attached pid=%d cache=%s generation=%d", self._peer.pid, generation.cache, generation.number)
+
+    async def _hand_out(self, generation: Generation) -> None:
+        """Ready, then the index and the segments."""
+        with generation.handout() as fds:
+            await self._send(_ready(generation, descriptors=len(fds)))
+            for first in range(0, len(fds), MAX_PACKET_FDS):
+                numbers = [fd.fileno() for fd in fds[first : first + MAX_PACKET_FDS]]
+                await packets.send(self._sock, encode(Descriptors(first=first)), numbers, timeout_s=SEND_TIMEOUT_S)
+
+    async def _memory(self, request: Memory) -> None:
+        answer = await self._service.matcher.match(request.key)
+        await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
+
+    async def _release(self) -> None:
+        """Give the leases up, and free each generation when its last holder has left or released it too."""
+        service = self._service
+        if not self._leases:
+            await self._send(Refused(code="no-lease", message="this connection holds no generation: attach first"))
+            return
+        for generation in list(self._leases):
+            service.leases.end(self._leases.pop(generation))
+            await service.leases.none_on(generation.cache, generation.number)
+            cache = service.caches.get(generation.cache)
+            # Another engine's Release, a reload or a Drop may have been first.
+            if cache is not None and cache.generation is generation:
+                await service.reconciler.release(cache)
+        await self._send(Done())
+
+    async def _rejoin(self, request: Rejoin) -> None:
+        cache = self._service.caches.get(request.cache)
+        generation = cache.generation if cache else None
+        if generation is None or (generation.number, generation.index_digest) != (
+            request.generation,
+            request.index_digest,
+        ):
+            have = f"generation {generation.number}" if generation else "no generation"
+            message = (
+                f"{printable(request.cache, 300)}: generation {request.generation} is not served any more, the daemon "
+                f"has {have} of it; what the engine has mapped stays valid"
+            )
+            await self._send(Refused(code="generation-gone", message=message))
+            return
+        self._lease(generation)
+        await self._send(Rejoined())
+
+    # ---- tools
+
+    async def _reload(self, request: Reload) -> None:
+        """The reload is the daemon's, not this session's: it goes on if the tool leaves."""
+        task = self._service.reload(force=request.force, only=request.caches)
+        while not task.done():
+            for cache in self._service.caches:
+                if cache.load is not None:
+                    await self._send(_progress(cache))
+            await asyncio.wait({task}, timeout=PROGRESS_S)
+        result = task.result()
+        await self._send(ReloadReply(outcomes=result) if isinstance(result, list) else result)
+
+    async def _drop(self, request: Drop) -> None:
+        service = self._service
+        cache = service.caches.get(request.cache)
+        if cache is None:
+            name = printable(request.cache, 300)
+            refusal = Refused(
+                code="unknown-cache", message=f"no cache {name!r} on {service.device}: it has {service.caches.names()}"
+            )
+        elif cache.load is not None:
+            refusal = Refused(
+                code="loading", message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over"
+            )
+        elif (engines := service.leases.on(cache.name)) and not request.force:
+            pids = ", ".join(str(lease.pid) for lease in engines)
+            refusal = Refused(
+                code="in-use",
+                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; what an "
+                "engine has mapped stays valid",
+            )
+        else:
+            log.info("dropped on request cache=%s pid=%d", cache.name, self._peer.pid)
+            await service.reconciler.forget(cache.name)
+            await self._send(Done())
+            return
+        await self._send(refusal)
+
+    async def _verify(self, request: Verify) -> None:
+        cache = self._service.caches.get(request.cache)
+        if cache is not None and cache.generation is not None:
+            await self._hand_out(cache.generation)
+        else:
+            await self._send(self._nothing_to_verify(request.cache, cache))
+
+    def _nothing_to_verify(self, name: str, cache: Cache | None) -> Message:
+        if cache is None:
+            known = self._service.caches.names()
+            return Absent(reason=f"no cache {printable(name, 300)!r} on {self._service.device}: it has {known}")
+        if cache.load is not None:
+            return loading(cache, cache.load)
+        if cache.state == "released":
+            return Released(cache=cache.name)
+        return Failed(cache=cache.name, error=cache.error)
+
+    async def _send(self, message: Message) -> None:
+        await packets.send(self._sock, encode(message), timeout_s=SEND_TIMEOUT_S)
+
+
+def _ready(generation: Generation, *, descriptors: int = 0) -> Ready:
+    return Ready(
+        cache=generation.cache,
+        generation=generation.number,
+        nbytes=generation.nbytes,
+        segment_nbytes=generation.segment_nbytes,
+        index_digest=generation.index_digest,
+        descriptors=descriptors,
+    )
+
+
+def _progress(cache: Cache) -> Progress:
+    load = cache.load
+    if load is None:
+        raise AssertionError(f"cache {cache.name} is not being loaded")
+    return Progress(
+        cache=cache.name,
+        phase=load.phase,
+        done_bytes=load.done_bytes,
+        total_bytes=load.total_bytes,
+        eta_s=load.eta_s(),
+    )
+
+
+async def _cancel(*tasks: asyncio.Task[Packet] | asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
