@@ -29,14 +29,14 @@ _READ_NBYTES = 256 << 20
 
 
 class VerifyResult(NamedTuple):
-    """`wrong` names the tensors (the first over each storage) whose bytes have changed."""
+    """`mismatched` names the tensors (the first over each storage) whose bytes have changed."""
 
     cache: str
     generation: int
     nbytes: int
-    storages: int
+    tensors: int
     seconds: float
-    wrong: list[str]
+    mismatched: list[str]
 
 
 def digest_of_bytes(data: object) -> bytes:
@@ -93,7 +93,7 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
             wrong = list(wrong_storages(index, mapping))
         finally:
             mapping.close()
-    return VerifyResult(cache, ready.generation, index.nbytes, len(index.storages), time.monotonic() - began, wrong)
+    return VerifyResult(cache, ready.generation, index.nbytes, len(index.tensors), time.monotonic() - began, wrong)
 
 
 def _why(reply: msgspec.Struct) -> str:
