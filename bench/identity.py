@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as made:
+        os.environ["XDG_CACHE_HOME"] = str(Path(made, "cache"))
         large, many = Path(made, "large"), Path(made, "many")
         large.mkdir()
         many.mkdir()

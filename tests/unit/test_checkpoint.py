@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -312,20 +311,31 @@ def test_a_record_is_older_than_the_clock_tick_of_its_files(tmp_path: Path) -> N
     assert (tmp_path / "model.safetensors").stat().st_ctime_ns != record.files[0].ctime_ns
 
 
-def test_a_checkpoint_that_is_being_written_is_refused_within_two_seconds(tmp_path: Path) -> None:
+class ClockOfABusyWriter:
+    """A clock by which the file is written to again whenever somebody waits, one millisecond before each look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.waited_s = 0.0
+
+    def time_ns(self) -> int:
+        return self._path.stat().st_ctime_ns + 1_000_000
+
+    def monotonic(self) -> float:
+        return self.waited_s
+
+    def sleep(self, seconds: float) -> None:
+        self.waited_s += seconds
+        self._path.write_bytes(b"content")
+
+
+def test_a_checkpoint_that_is_being_written_is_refused_within_two_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, "model.safetensors")
-    stop = threading.Event()
-
-    def write() -> None:
-        while not stop.wait(0.001):
-            (tmp_path / "model.safetensors").write_bytes(b"content")
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        assert refusal(tmp_path) == (
-            f"weight file {tmp_path}/model.safetensors is being written: start again when the checkpoint is complete"
-        )
-    finally:
-        stop.set()
-        writer.join()
+    clock = ClockOfABusyWriter(tmp_path / "model.safetensors")
+    monkeypatch.setattr(checkpoint, "time", clock)
+    assert refusal(tmp_path) == (
+        f"weight file {tmp_path}/model.safetensors is being written: start again when the checkpoint is complete"
+    )
+    assert 1 <= clock.waited_s < 2

@@ -92,6 +92,14 @@ def test_a_header_past_the_end_of_the_file_is_refused(path: Path) -> None:
     assert refusal(path) == ": its header says it has 100 bytes, but the file ends at 10; download it again"
 
 
+def test_a_file_that_was_replaced_by_garbage_is_called_changed_not_malformed(path: Path) -> None:
+    save_file({"a": np.zeros(4, np.uint8)}, path)
+    record = record_checkpoint(str(path.parent))
+    path.write_bytes(b"garbage")
+    with pytest.raises(CheckpointError, match=rf"^weight file {path} changed since it was recorded: size was "):
+        check_headers(record)
+
+
 def test_a_git_lfs_pointer_is_recognised(path: Path) -> None:
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
     assert refusal(path) == " is a Git LFS pointer, not the weights: git lfs pull"
