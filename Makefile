@@ -32,7 +32,7 @@ engine: $(STAMP)  ## end-to-end tests with a real vLLM engine on the CPU
 	$(BIN)/pytest -q tests/engine
 
 demo: $(STAMP)  ## a tiny model, a unit, engines from disk and attached, a crash in between
-	$(BIN)/python tests/systemd/manager.py run -- $(abspath $(BIN))/python bench/demo.py
+	$(BIN)/python bench/demo.py
 
 clean:  ## remove the virtual environment and what the demo made
 	rm -rf $(VENV) .demo
