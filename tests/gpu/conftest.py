@@ -17,7 +17,7 @@ def gpu_uuid() -> str:
     """The first GPU that CUDA shows to this process, as weightcached names it."""
     if not torch.cuda.is_available():
         pytest.fail(
-            f"tests/gpu need an NVIDIA GPU and a torch with CUDA: torch {torch.__version__} finds none; see 'nvidia-smi'",
+            f"tests/gpu need a GPU and a torch with CUDA, but torch {torch.__version__} finds none: see 'nvidia-smi'",
             pytrace=False,
         )
     return f"GPU-{torch.cuda.get_device_properties(0).uuid}"

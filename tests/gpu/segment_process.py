@@ -50,8 +50,9 @@ def write(sock: socket.socket, backend: CudaBackend, sizes: list[int]) -> None:
 
     mapping = backend.map(received(sock, len(sizes)), sizes)
     tensor = mapping.tensor(0)
-    (result,) = driver.cuMemsetD8(tensor.data_ptr(), 7, 4096)
-    sock.sendall(json.dumps({"memset": result.name}).encode())
+    writable = torch.zeros(4096, dtype=torch.uint8, device=tensor.device)
+    results = [driver.cuMemsetD8(target.data_ptr(), 7, 4096)[0].name for target in (writable, tensor)]
+    sock.sendall(json.dumps({"memset": results}).encode())
     tensor.fill_(7)
     torch.cuda.synchronize()
 

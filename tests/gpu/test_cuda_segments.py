@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 import torch
+from segment_process import pattern
 
-from tests.gpu.segment_process import pattern
 from weightcached import devices
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.cuda import CudaBackend, CudaMapping
@@ -35,8 +35,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 CHILD_TIMEOUT_S = 60
 FREED_TIMEOUT_S = 10
-# What torch and the driver may take for themselves between two readings of the free memory.
-NOISE_NBYTES = 64 * MIB
+# What torch, cuBLAS and the driver may take for themselves between two readings of the free memory.
+NOISE_NBYTES = 256 * MIB
 ROOT = Path(__file__).parents[2]
 
 
@@ -81,7 +81,7 @@ def published(backend: CudaBackend, *sizes: int, fill: bool = True) -> list[Owne
 
 
 def has_pattern(tensor: torch.Tensor, segment: int) -> bool:
-    return torch.equal(tensor, pattern(segment, tensor.numel(), tensor.device))
+    return bool(torch.equal(tensor, pattern(segment, tensor.numel(), tensor.device)))
 
 
 @contextlib.contextmanager
@@ -152,7 +152,9 @@ def test_writing_to_mapped_memory_fails_loudly_and_changes_nothing(backend: Cuda
     mapping = backend.map([fd.dup()], sizes)
     with other_process("write", backend.device, sizes) as (process, sock):
         socket.send_fds(sock, [b"."], [fd.fileno()])
-        assert answer(process, sock)["memset"] != "CUDA_SUCCESS"
+        writable, read_only = answer(process, sock)["memset"]
+        assert writable == "CUDA_SUCCESS"
+        assert read_only != "CUDA_SUCCESS"
         stderr = process.communicate(timeout=CHILD_TIMEOUT_S)[1]
     assert process.returncode != 0
     assert "illegal memory access" in stderr
@@ -200,7 +202,7 @@ def test_strided_views_are_bound_by_set_(mapping: CudaMapping) -> None:
     assert not view.is_contiguous()
 
 
-def test_matmul_reads_mapped_weights(mapping: CudaMapping, backend: CudaBackend) -> None:
+def test_matmul_reads_mapped_weights(backend: CudaBackend) -> None:
     segment = backend.create(8 * MIB)
     generator = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(2048, 2048, dtype=torch.bfloat16, device="cuda", generator=generator)
@@ -292,7 +294,7 @@ def test_closed_descriptors_free_the_memory(backend: CudaBackend) -> None:
 def torch_works() -> bool:
     total = torch.ones(1 << 20, device="cuda").sum().item()
     torch.cuda.synchronize()
-    return total == 1 << 20
+    return bool(total == 1 << 20)
 
 
 @pytest.mark.parametrize("kind", ["memfd", "null", "pipe"])
