@@ -334,6 +334,16 @@ def test_unknown_gpu_is_refused_with_the_visible_ones(backend: CudaBackend) -> N
     assert torch_works()
 
 
+def test_torch_works_on_after_a_backend_is_gone(gpu_uuid: str) -> None:
+    kept = torch.arange(1024, device="cuda")
+    other = CudaBackend(gpu_uuid)
+    other.create(2 * MIB).close()
+    del other
+    gc.collect()
+    assert torch_works()
+    assert kept[-1].item() == 1023
+
+
 # ---- the machine
 
 
