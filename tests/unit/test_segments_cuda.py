@@ -27,7 +27,14 @@ from weightcached import devices
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import Backend, Mapping, WritableSegment
 from weightcached.segments.cuda import CudaBackend, CudaMapping, CudaSegment, torch_tensor
-from weightcached.segments.cuda_driver import MIN_DRIVER_VERSION
+from weightcached.segments.cuda_driver import (
+    MIN_DRIVER_VERSION,
+    Allocation,
+    Driver,
+    Placed,
+    PrimaryContext,
+    Reservation,
+)
 from weightcached.wire.fds import OwnedFd
 
 UUID = FakeGpu().uuid
@@ -173,7 +180,7 @@ def test_tensors_cost_no_driver_calls(driver: FakeDriver) -> None:
     assert len(driver.calls) == before
 
 
-def test_mapping_of_n_segments_takes_three_calls_each_and_five_more(driver: FakeDriver) -> None:
+def test_mapping_of_n_segments_takes_three_calls_each_and_four_more(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     fds = published(backend, *[b"x"] * 16)
     before = len(driver.calls)
@@ -212,6 +219,24 @@ def test_closing_twice_is_closing_once(driver: FakeDriver) -> None:
         segment.close()
     assert driver.live() == Live(0, 0, 0, 0, contexts=1)
     assert driver.calls.count("cuMemUnmap") == driver.calls.count("cuMemAddressFree") == 3
+
+
+@pytest.mark.parametrize("kind", ["allocation", "reservation", "placed", "context"])
+def test_each_owner_gives_back_once(kind: str) -> None:
+    fake = FakeDriver()
+    _, handle = prepared(fake)
+    driver = Driver(fake)
+    owners: dict[str, Callable[[], Any]] = {
+        "allocation": lambda: Allocation(driver, handle),
+        "reservation": lambda: Reservation(driver, SIZE, ""),
+        "placed": lambda: Placed(driver, reserved(fake), SIZE, Allocation(driver, handle), ""),
+        "context": lambda: PrimaryContext(driver, 0, GPU),
+    }
+    owner = owners[kind]()
+    before = len(fake.calls)
+    owner.close()
+    owner.close()
+    assert len(fake.calls) == before + 1
 
 
 def test_closed_mapping_gives_no_tensors(driver: FakeDriver) -> None:

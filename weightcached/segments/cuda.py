@@ -211,6 +211,7 @@ class CudaBackend:
         """
         failing = f"cannot map {len(nbytes)} segments on {self.device}"
         with ExitStack() as descriptors:
+            # Imports take references of their own; open descriptors would only pin the memory once more.
             descriptors.callback(close_all, fds)
             if len(fds) != len(nbytes) or not nbytes:
                 raise SegmentError(f"{failing}: {len(fds)} descriptors came with them; expected one each, at least one")
@@ -229,8 +230,6 @@ class CudaBackend:
         for segment, (fd, size) in enumerate(zip(fds, nbytes, strict=True)):
             allocation = self._gpu.adopt(fd, f"{failing}: descriptor of segment {segment}")
             handles.callback(allocation.close)
-            # The import took a reference of its own; an open descriptor would only pin the memory once more.
-            fd.close()
             pieces.append((allocation, size))
         return pieces
 
