@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class DeviceArray:
     """`nbytes` bytes at `address` on CUDA device `ordinal`, in the form that torch.as_tensor() takes without a copy.
 
-    torch refers to this object, and it to the mapped range, until the last tensor over the bytes is gone.
+    torch refers to this object, and it to the memory's `owner`, until the last tensor over the bytes is gone.
     """
 
-    def __init__(self, mapped: MappedRange, offset: int, nbytes: int, ordinal: int) -> None:
-        self.mapped = mapped
-        self.address = mapped.address + offset
+    def __init__(self, owner: object, address: int, nbytes: int, ordinal: int) -> None:
+        self.owner = owner
+        self.address = address
         self.nbytes = nbytes
         self.ordinal = ordinal
 
@@ -78,7 +78,7 @@ class CudaSegment:
         mapped = self._open("tensor")
         array = self._array()
         if array is None:
-            array = DeviceArray(mapped, 0, self.nbytes, self._ordinal)
+            array = DeviceArray(mapped, mapped.address, self.nbytes, self._ordinal)
             self._array = weakref.ref(array)
         tensor: torch.Tensor = self._as_tensor(array)
         return tensor
@@ -116,42 +116,55 @@ class CudaMapping:
     A kernel that writes there gets "illegal memory access", which breaks its process's CUDA context and no other.
     """
 
-    def __init__(self, mapped: MappedRange, nbytes: Sequence[int], ordinal: int, as_tensor: AsTensor) -> None:
+    def __init__(self, gpu: Gpu, mapped: MappedRange, nbytes: Sequence[int], as_tensor: AsTensor) -> None:
         self.nbytes = mapped.nbytes
+        self._gpu = gpu
         self._sizes = tuple(nbytes)
         self._offsets = tuple(sum(self._sizes[:segment]) for segment in range(len(self._sizes)))
         self._mapped: MappedRange | None = mapped
-        self._ordinal = ordinal
         self._as_tensor = as_tensor
-        self._tensors: dict[tuple[int, int], Any] = {}
 
-    def tensor(self, segment: int) -> torch.Tensor:
-        """uint8, shape (nbytes of that segment,). Its storage is the segment: storage offset 0 is the first byte."""
-        return self._tensor(self._offsets[segment], self._sizes[segment])
+    def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        """uint8, shape (nbytes,), with a storage of its own that begins at the offset. Writing to it faults."""
+        mapped, address = self._at(segment, offset_bytes, nbytes)
+        tensor: torch.Tensor = self._as_tensor(DeviceArray(mapped, address, nbytes, self._gpu.ordinal))
+        return tensor
 
-    def whole(self) -> torch.Tensor:
-        """uint8, shape (nbytes of all segments,): one storage, in which segment i begins at segment_offset(i).
+    def read(self, segment: int, offset_bytes: int, nbytes: int) -> memoryview:
+        """A copy of the bytes in host memory, made by the driver alone. Raises SegmentError."""
+        _, address = self._at(segment, offset_bytes, nbytes)
+        return self._gpu.read(address, nbytes, f"cannot read {nbytes} bytes of segment {segment}")
 
-        For those who attach thousands of tensors: each is one view, and no segment needs a storage of its own.
-        """
-        return self._tensor(0, self.nbytes)
-
-    def segment_offset(self, segment: int) -> int:
-        """Bytes from the start of whole() to the start of the segment."""
-        return self._offsets[segment]
+    def private_copy(self, segment: int) -> CudaCopy:
+        """A writable copy of one segment in memory of torch's allocator, made by one device-to-device copy."""
+        return CudaCopy(self.view(segment, 0, self._sizes[segment]).clone(), self._gpu.ordinal, self._as_tensor)
 
     def close(self) -> None:
         """Drop this reference; unmaps now, or when the last tensor over the range goes. May be called twice."""
-        self._tensors.clear()
         self._mapped = None
 
-    def _tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+    def _at(self, segment: int, offset_bytes: int, nbytes: int) -> tuple[MappedRange, int]:
         if self._mapped is None:
             raise SegmentError(f"a mapping of {self.nbytes} bytes is closed: take its tensors before close()")
-        tensor: torch.Tensor | None = self._tensors.get((offset, nbytes))
-        if tensor is None:
-            tensor = self._as_tensor(DeviceArray(self._mapped, offset, nbytes, self._ordinal))
-            self._tensors[offset, nbytes] = tensor
+        if not 0 <= offset_bytes <= offset_bytes + nbytes <= self._sizes[segment]:
+            raise SegmentError(
+                f"{nbytes} bytes at {offset_bytes} reach outside segment {segment} of {self._sizes[segment]} bytes"
+            )
+        return self._mapped, self._mapped.address + self._offsets[segment] + offset_bytes
+
+
+class CudaCopy:
+    """This process's own copy of a segment. PrivateCopy of segments/api.py."""
+
+    def __init__(self, memory: torch.Tensor, ordinal: int, as_tensor: AsTensor) -> None:
+        self._memory = memory
+        self._ordinal = ordinal
+        self._as_tensor = as_tensor
+
+    def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        """uint8, shape (nbytes,), writable, with a storage of its own."""
+        address = self._memory.data_ptr() + offset_bytes
+        tensor: torch.Tensor = self._as_tensor(DeviceArray(self._memory, address, nbytes, self._ordinal))
         return tensor
 
 
@@ -221,7 +234,7 @@ class CudaBackend:
                 pieces = self._adopt(fds, nbytes, handles, failing)
                 mapped = self._gpu.map_range(pieces, writable=False, resources=resources, failing=failing)
                 # Leaving the block releases the handles: what is mapped holds the memory by itself.
-        return CudaMapping(mapped, nbytes, self._gpu.ordinal, self._as_tensor)
+        return CudaMapping(self._gpu, mapped, nbytes, self._as_tensor)
 
     def _adopt(
         self, fds: Sequence[OwnedFd], nbytes: Sequence[int], handles: ExitStack, failing: str

@@ -15,6 +15,7 @@ faults of kernels stick to the context. What segments are and how torch sees the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
@@ -247,6 +248,14 @@ class Gpu:
             failing = f"cannot read the free memory of {self.device}"
             free, total = self._driver.call("cuMemGetInfo", failing=failing)
         return free, total
+
+    def read(self, address: int, nbytes: int, failing: str) -> memoryview:
+        """A copy of device memory in host memory. Raises CudaError."""
+        held = bytearray(nbytes)
+        target = ctypes.addressof((ctypes.c_char * nbytes).from_buffer(held))
+        with self.context.current():
+            self._driver.call("cuMemcpyDtoH", target, address, nbytes, failing=failing)
+        return memoryview(held)
 
     def allocate(self, nbytes: int, failing: str) -> Allocation:
         """New physical memory. The context is current."""
