@@ -67,11 +67,15 @@ def test_start_shows_what_systemd_was_told_while_there_is_no_socket(systemd: Com
     ("state", "text"),
     [
         (
+            properties("failed", "failed", result="start-limit-hit"),
+            f"{UNIT} failed too often in a row: systemctl --user reset-failed {UNIT}, then start it again",
+        ),
+        (
             properties("failed", "failed", result="exit-code", code=78, text="m.yaml:3: models: wrong"),
             f"{UNIT} is failed (exit-code, status 78): m.yaml:3: models: wrong",
         ),
         (
-            properties("activating", "auto-restart", result="exit-code", code=75, job="9", text="busy"),
+            properties("activating", "auto-restart", result="exit-code", code=75, text="busy"),
             f"{UNIT} is activating (exit-code, status 75, systemd tries again): busy",
         ),
         (
@@ -87,6 +91,25 @@ def test_failed_start_exits_1_with_the_daemons_words(systemd: Commands, state: s
     systemd.answer("journalctl", arguments, "the last line of the journal\n")
     result = run(systemd, "start", "cpu0")
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"weightcachectl: cpu0: {text}\n")
+
+
+def test_start_waits_for_its_turn_after_an_earlier_failure(systemd: Commands) -> None:
+    systemd.answer("systemctl", f"--user start --no-block {UNIT}")
+    waiting = properties("activating", "auto-restart", result="exit-code", code=1, job="7")
+    systemd.answer("systemctl", f"--user show {UNIT} *", waiting, waiting, properties("active", "running"))
+    result = run(systemd, "start", "cpu0")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "cpu0: started\n", "")
+
+
+def test_next_attempts_job_is_not_taken_for_this_one(systemd: Commands) -> None:
+    systemd.answer("systemctl", f"--user start --no-block {UNIT}")
+    starting = properties("activating", "start", job="7")
+    again = properties("activating", "start", result="exit-code", code=1, job="8", text="no room")
+    systemd.answer("systemctl", f"--user show {UNIT} *", starting, again)
+    result = run(systemd, "start", "cpu0")
+    assert result.exit_code == 1
+    text = f"weightcachectl: cpu0: {UNIT} is activating (exit-code, status 1): no room\n"
+    assert result.stderr.splitlines(keepends=True)[-1] == text
 
 
 def test_failure_without_any_words_names_the_journal(systemd: Commands) -> None:
@@ -184,6 +207,6 @@ def test_file_gets_each_phase_once_and_then_a_line_now_and_then(monkeypatch: pyt
     for at_s, done in ((0.0, 1), (9.9, 2), (10.0, 3), (10.1, 4)):
         now_s[0] = 100.0 + at_s
         display.show("a", "read", done * GIB, 9 * GIB, None)
-    display.show("b", "read", 0, 0, None)
+    display.show("b", "read", 1 << 20, 3 << 20, None)
     display.clear()
-    assert file.getvalue() == "a: read, 1.0 of 9.0 GiB\na: read, 3.0 of 9.0 GiB\nb: read\n"
+    assert file.getvalue() == "a: read, 1.0 of 9.0 GiB\na: read, 3.0 of 9.0 GiB\nb: read, 1.0 of 3.0 MiB\n"

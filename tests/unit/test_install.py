@@ -105,6 +105,32 @@ def test_uninstall_removes_what_install_wrote(config: Path, commands: Path) -> N
     assert actions(uninstall(), config) == {UNIT: "absent", TARGET: "absent", MANIFEST: "absent"}
 
 
+def test_uninstall_removes_what_enabled_the_units(config: Path, commands: Path) -> None:
+    install(bin_dir=commands)
+    wants = config / "systemd/user/weightcached.target.wants"
+    wants.mkdir()
+    (wants / "weightcached@cpu0.service").symlink_to(config / UNIT)
+    (wants / "weightcached-other.service").symlink_to("/usr/lib/systemd/user/other.service")
+    (wants / "weightcached-file.service").touch()
+    assert actions(uninstall(), config) == {
+        UNIT: "removed",
+        TARGET: "removed",
+        MANIFEST: "removed",
+        "systemd/user/weightcached.target.wants/weightcached@cpu0.service": "removed",
+    }
+    assert sorted(path.name for path in wants.iterdir()) == ["weightcached-file.service", "weightcached-other.service"]
+
+
+def test_units_that_are_kept_stay_enabled(config: Path, commands: Path) -> None:
+    install(bin_dir=commands)
+    link = config / "systemd/user/weightcached.target.wants/weightcached@cpu0.service"
+    link.parent.mkdir()
+    link.symlink_to(config / UNIT)
+    (config / UNIT).write_text("mine")
+    uninstall()
+    assert link.is_symlink()
+
+
 def test_modification_is_seen_wherever_it_is(config: Path, commands: Path) -> None:
     install(bin_dir=commands)
     text = (config / UNIT).read_text()
@@ -194,7 +220,7 @@ def test_commands_say_what_was_done_and_what_comes_next(
     assert removed.stdout.replace(str(config), "CONFIG") == (
         "removed CONFIG/systemd/user/weightcached@.service\n"
         "removed CONFIG/systemd/user/weightcached.target\n"
-        "kept CONFIG/weightcached/manifest.yaml, which was edited\n"
+        "kept CONFIG/weightcached/manifest.yaml, which is not as 'install' wrote it\n"
     )
     assert (no_manager / "log").read_text() == "--user daemon-reload\n" * 2
 
