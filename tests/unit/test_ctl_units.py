@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from tests.fakes.commands import Commands
 from tests.fakes.stub_daemon import StubDaemon, cache, status
-from weightcached import ctl_progress, ctl_units
+from weightcached import ctl_units
 from weightcached.ctl import main
 from weightcached.ctl_progress import ProgressDisplay
 
@@ -201,7 +202,7 @@ def test_terminal_gets_one_moving_line_with_a_bar() -> None:
 
 def test_file_gets_each_phase_once_and_then_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(ctl_progress.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     file = io.StringIO()
     display = ProgressDisplay(file)
     for at_s, done in ((0.0, 1), (9.9, 2), (10.0, 3), (10.1, 4)):

@@ -300,7 +300,7 @@ def test_what_a_daemon_tells_is_judged(
     machine: Machine, changed: dict[str, object], level: str, text: str, fix: str
 ) -> None:
     path = machine.run / "weightcached/cpu0.sock"
-    with StubDaemon(path, lambda request: [status("cpu0", **changed)]):  # type: ignore[arg-type]
+    with StubDaemon(path, lambda request: [status("cpu0", **changed)]):
         assert machine.findings("socket") == [Finding("socket", level, f"{path}: {text}", fix)]  # type: ignore[arg-type]
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import sysconfig
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from weightcached import install as files
 from weightcached.ctl import main
 from weightcached.install import InstallError, Outcome, install, is_unmodified, source, uninstall
 
@@ -184,7 +183,7 @@ def test_directory_in_the_way_is_named(config: Path, commands: Path) -> None:
 
 
 @pytest.fixture
-def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A systemctl that logs its arguments and answers with the status in `status`."""
     folder = tmp_path / "path"
     folder.mkdir()
@@ -198,7 +197,7 @@ def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
 def test_commands_say_what_was_done_and_what_comes_next(
     config: Path, commands: Path, no_manager: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(commands))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(commands))
     written = CliRunner().invoke(main, ["install"])
     assert (written.exit_code, written.stderr) == (0, "")
     assert written.stdout.replace(str(config), "CONFIG") == (
@@ -228,13 +227,13 @@ def test_commands_say_what_was_done_and_what_comes_next(
 def test_install_says_nothing_of_the_manager_where_it_answers(
     config: Path, commands: Path, no_manager: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(commands))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(commands))
     (no_manager / "status").write_text("0")
     assert "manager" not in CliRunner().invoke(main, ["install"]).stdout
 
 
 def test_failed_install_exits_1(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     result = CliRunner().invoke(main, ["install"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
