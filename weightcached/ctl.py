@@ -325,7 +325,7 @@ def uninstall() -> None:
 
 def _report_files(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        why = ", which was edited" if outcome.action == "kept" else ""
+        why = ", which is not as 'install' wrote it" if outcome.action == "kept" else ""
         click.echo(f"{outcome.action} {outcome.path}{why}")
 
 

@@ -143,10 +143,11 @@ def _detail(cache: CacheStatus) -> str:
 
 
 def progress_text(phase: str, done_bytes: int, total_bytes: int, eta_s: float | None) -> str:
-    """E.g. `read weights, 1.0 of 15.0 GiB, 12 s left`."""
+    """E.g. `read weights, 1.0 of 15.0 GiB, 12 s left`; in MiB where all is less than 1 GiB."""
     parts = [phase] if phase else []
     if total_bytes:
-        parts.append(f"{done_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB")
+        unit, shift = ("GiB", 30) if total_bytes >= 1 << 30 else ("MiB", 20)
+        parts.append(f"{done_bytes / (1 << shift):.1f} of {total_bytes / (1 << shift):.1f} {unit}")
     if eta_s is not None:
         parts.append(f"{seconds_text(eta_s)} left")
     return ", ".join(parts)

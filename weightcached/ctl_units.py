@@ -71,6 +71,7 @@ def unit_state(device: str) -> UnitState:
 def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[str, WeightcachedError | None]:
     """Queue the job for every device and follow them to the end. By device: None for success, or what went wrong."""
     ended: dict[str, WeightcachedError | None] = {}
+    jobs: dict[str, str] = {}
     for device in devices:
         try:
             systemctl(verb, "--no-block", unit_of(device))
@@ -83,7 +84,7 @@ def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[st
             except UnitError as e:
                 ended[device] = e
                 continue
-            if is_over(state):
+            if is_over(state, jobs.setdefault(device, state.job)):
                 ended[device] = judged(verb, device, state)
             elif verb != "stop":
                 _show_load(device, state, display)
@@ -92,9 +93,13 @@ def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[st
     return {device: ended[device] for device in devices}
 
 
-def is_over(state: UnitState) -> bool:
-    """Whether the job has come to its end. A unit that waits for its next attempt has failed this one."""
-    return state.sub == "auto-restart" or state.job in ("", "0")
+def is_over(state: UnitState, job: str) -> bool:
+    """Whether `job`, the one that was queued, has come to its end.
+
+    A job stays queued while the unit waits for its next attempt after an earlier failure. If this attempt fails, it is
+    gone, and the one that the next attempt brings has another number.
+    """
+    return state.job in ("", "0") or state.job != job
 
 
 def judged(verb: Verb, device: str, state: UnitState) -> UnitError | None:
@@ -105,6 +110,8 @@ def judged(verb: Verb, device: str, state: UnitState) -> UnitError | None:
         return None
     if state.load == "not-found":
         return UnitError(f"{unit} is not installed: weightcachectl install")
+    if state.result == "start-limit-hit":
+        return UnitError(f"{unit} failed too often in a row: systemctl --user reset-failed {unit}, then start it again")
     again = ", systemd tries again" if state.sub == "auto-restart" else ""
     words = _last_words(state) or f"no message; journalctl --user -u {unit}"
     return UnitError(f"{unit} is {state.active} ({state.result}, status {state.exit_status}{again}): {words}")

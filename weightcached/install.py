@@ -64,8 +64,11 @@ def install(*, bin_dir: Path | None = None) -> list[Outcome]:
 
 
 def uninstall() -> list[Outcome]:
-    """Remove the files that install() wrote and nobody edited. Raises InstallError."""
-    return [_each(path, lambda path: Outcome(path, _remove(path))) for path in destinations()]
+    """Remove the files that install() wrote and nobody edited, and what enabled them. Raises InstallError."""
+    outcomes = [_each(path, lambda path: Outcome(path, _remove(path))) for path in destinations()]
+    gone = {outcome.path for outcome in outcomes if outcome.action != "kept"}
+    links = [link for link in sorted(unit_dir().glob("*.wants/weightcached*")) if _leads_to(link) in gone]
+    return outcomes + [_each(link, lambda link: Outcome(link, _unlink(link))) for link in links]
 
 
 def is_unmodified(text: str) -> bool:
@@ -156,5 +159,14 @@ def _remove(path: Path) -> Action:
         return "absent"
     if not is_unmodified(path.read_text(encoding="utf-8")):
         return "kept"
+    return _unlink(path)
+
+
+def _unlink(path: Path) -> Action:
     path.unlink()
     return "removed"
+
+
+def _leads_to(link: Path) -> Path | None:
+    """Where `systemctl enable` pointed the link, which may be gone by now; None for anything else."""
+    return link.parent / link.readlink() if link.is_symlink() else None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import sysconfig
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from weightcached import install as files
 from weightcached.ctl import main
 from weightcached.install import InstallError, Outcome, install, is_unmodified, source, uninstall
 
@@ -105,6 +104,32 @@ def test_uninstall_removes_what_install_wrote(config: Path, commands: Path) -> N
     assert actions(uninstall(), config) == {UNIT: "absent", TARGET: "absent", MANIFEST: "absent"}
 
 
+def test_uninstall_removes_what_enabled_the_units(config: Path, commands: Path) -> None:
+    install(bin_dir=commands)
+    wants = config / "systemd/user/weightcached.target.wants"
+    wants.mkdir()
+    (wants / "weightcached@cpu0.service").symlink_to(config / UNIT)
+    (wants / "weightcached-other.service").symlink_to("/usr/lib/systemd/user/other.service")
+    (wants / "weightcached-file.service").touch()
+    assert actions(uninstall(), config) == {
+        UNIT: "removed",
+        TARGET: "removed",
+        MANIFEST: "removed",
+        "systemd/user/weightcached.target.wants/weightcached@cpu0.service": "removed",
+    }
+    assert sorted(path.name for path in wants.iterdir()) == ["weightcached-file.service", "weightcached-other.service"]
+
+
+def test_units_that_are_kept_stay_enabled(config: Path, commands: Path) -> None:
+    install(bin_dir=commands)
+    link = config / "systemd/user/weightcached.target.wants/weightcached@cpu0.service"
+    link.parent.mkdir()
+    link.symlink_to(config / UNIT)
+    (config / UNIT).write_text("mine")
+    uninstall()
+    assert link.is_symlink()
+
+
 def test_modification_is_seen_wherever_it_is(config: Path, commands: Path) -> None:
     install(bin_dir=commands)
     text = (config / UNIT).read_text()
@@ -158,7 +183,7 @@ def test_directory_in_the_way_is_named(config: Path, commands: Path) -> None:
 
 
 @pytest.fixture
-def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A systemctl that logs its arguments and answers with the status in `status`."""
     folder = tmp_path / "path"
     folder.mkdir()
@@ -172,7 +197,7 @@ def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
 def test_commands_say_what_was_done_and_what_comes_next(
     config: Path, commands: Path, no_manager: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(commands))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(commands))
     written = CliRunner().invoke(main, ["install"])
     assert (written.exit_code, written.stderr) == (0, "")
     assert written.stdout.replace(str(config), "CONFIG") == (
@@ -194,7 +219,7 @@ def test_commands_say_what_was_done_and_what_comes_next(
     assert removed.stdout.replace(str(config), "CONFIG") == (
         "removed CONFIG/systemd/user/weightcached@.service\n"
         "removed CONFIG/systemd/user/weightcached.target\n"
-        "kept CONFIG/weightcached/manifest.yaml, which was edited\n"
+        "kept CONFIG/weightcached/manifest.yaml, which is not as 'install' wrote it\n"
     )
     assert (no_manager / "log").read_text() == "--user daemon-reload\n" * 2
 
@@ -202,13 +227,13 @@ def test_commands_say_what_was_done_and_what_comes_next(
 def test_install_says_nothing_of_the_manager_where_it_answers(
     config: Path, commands: Path, no_manager: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(commands))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(commands))
     (no_manager / "status").write_text("0")
     assert "manager" not in CliRunner().invoke(main, ["install"]).stdout
 
 
 def test_failed_install_exits_1(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     result = CliRunner().invoke(main, ["install"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (

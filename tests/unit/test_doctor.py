@@ -1,0 +1,312 @@
+"""doctor: each fault is found on a machine made to have it, and mended by the command that stands beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.fakes.commands import Commands
+from tests.fakes.stub_daemon import StubDaemon, cache, status
+from weightcached import __version__, doctor
+from weightcached.ctl import main
+from weightcached.doctor import Finding
+from weightcached.install import install
+
+GPU = "GPU-0e3f0000-0000-4000-8000-00000000000a"
+UID = os.getuid()
+
+
+class Machine:
+    """A healthy one, in temporary directories; tests break it."""
+
+    def __init__(self, base: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.base, self.run, self.config, self.monkeypatch = base, run, base / "config", monkeypatch
+        self.commands = Commands(base / "commands")
+        for name, value in (
+            ("PATH", f"{self.commands.folder}:{os.environ['PATH']}"),
+            ("HOME", str(base)),
+            ("XDG_RUNTIME_DIR", str(run)),
+            ("XDG_CONFIG_HOME", str(self.config)),
+            ("XDG_DATA_HOME", str(base / "data")),
+        ):
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        self.bin = base / "bin"
+        self.bin.mkdir()
+        for name in ("weightcached", "weightcachectl"):
+            (self.bin / name).symlink_to("/bin/true")
+        install(bin_dir=self.bin)
+        self.python = base / "python"
+        self.interpreter()
+        self.manifest = self.config / "weightcached/manifest.yaml"
+        self.place("[cpu0]")
+        self.gpus: list[Any] = []
+        self.persistence: dict[str, str] = {}
+        devices = SimpleNamespace(list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get)
+        monkeypatch.setitem(sys.modules, "weightcached.devices", devices)
+        self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
+
+    def place(self, devices: str) -> None:
+        self.manifest.write_text(
+            f"version: 1\nmodels:\n  - {{name: a, devices: {devices}, engine: {{model: o/m}}, python: {self.python}}}\n"
+        )
+
+    def interpreter(self, **changed: object) -> None:
+        """An interpreter whose environment has what is said; with the versions that the test needs."""
+        seen = {"plugin": ["x:y"], "vllm": "0.32.0", "torch": "2.11", "weightcached": __version__} | changed
+        self.python.write_text(f"#!/bin/sh\necho '{json.dumps(seen)}'\n")
+        self.python.chmod(0o755)
+
+    def findings(self, check: str) -> list[Finding]:
+        if self.systemd:
+            self.commands.answer("systemctl", "--version", self.systemd)
+        self.commands.answer("systemctl", "--user is-system-running", self.manager)
+        self.commands.answer("loginctl", f"show-user {UID} --property=Linger --value", self.linger)
+        self.commands.finish()
+        return [finding for finding in doctor.examine() if finding.check == check]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with tempfile.TemporaryDirectory(prefix="wc-") as run:
+        yield Machine(tmp_path, Path(run), monkeypatch)
+
+
+def test_healthy_machine_has_only_ok_findings(machine: Machine) -> None:
+    machine.findings("")
+    socket = machine.run / "weightcached/cpu0.sock"
+    with StubDaemon(socket, lambda request: [status("cpu0", cache())]):
+        result = CliRunner().invoke(main, ["doctor"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    units = machine.config / "systemd/user"
+    assert result.stdout.splitlines() == [
+        f"ok    version: weightcached {__version__}, Python {sys.version.split()[0]}, {sys.executable}",
+        f"ok    kernel: Linux {os.uname().release}",
+        "ok    systemd: systemd 252",
+        "ok    linger: units of this user run without a login",
+        f"ok    XDG_RUNTIME_DIR: {machine.run}",
+        "ok    user manager: running",
+        f"ok    unit: {units}/weightcached@.service",
+        f"ok    unit: {units}/weightcached.target",
+        f"ok    runtime directory: {machine.run}/weightcached",
+        f"ok    manifest: {machine.manifest}: a",
+        f"ok    plug-in: {machine.python}: vLLM 0.32.0, torch 2.11",
+        f"ok    socket: {socket}: pid 77, ready",
+    ]
+
+
+def test_failure_exits_1_and_a_warning_does_not(machine: Machine) -> None:
+    machine.linger = "no"
+    machine.findings("")
+    warned = CliRunner().invoke(main, ["doctor", "--json"])
+    assert warned.exit_code == 0
+    linger = next(f for f in json.loads(warned.stdout)["findings"] if f["check"] == "linger")
+    assert linger == {
+        "check": "linger",
+        "level": "warn",
+        "text": "off: units of this user, and what they hold, end with the last login",
+        "fix": f"loginctl enable-linger {UID}",
+    }
+    machine.manifest.unlink()
+    failed = CliRunner().invoke(main, ["doctor"])
+    assert failed.exit_code == 1
+    assert (
+        f"fail  manifest: no model manifest at {machine.manifest} or /etc/weightcached/manifest.yaml: "
+        "'weightcachectl install' writes an example to edit; mend: weightcachectl install\n"
+    ) in failed.stdout
+
+
+def test_linger_is_read_from_logind_s_files_where_it_does_not_answer(machine: Machine) -> None:
+    machine.linger = ""
+    assert [finding.level for finding in machine.findings("linger")] == ["warn"]
+
+
+def test_old_or_missing_systemd_fails(machine: Machine) -> None:
+    machine.systemd = "systemd 245 (245.4)"
+    fix = "run 'weightcached preload' without systemd instead"
+    text = "systemd 245, needed is 246 (FDPOLL=0)"
+    assert machine.findings("systemd") == [Finding("systemd", "fail", text, fix)]
+    machine.monkeypatch.setenv("PATH", "/nonexistent")
+    text = "systemctl is missing or does not answer"
+    assert list(doctor._versions())[2] == Finding("systemd", "fail", text, fix)
+
+
+def test_old_kernel_fails(machine: Machine) -> None:
+    machine.monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="4.18.0-553.el8"))
+    expected = Finding("kernel", "fail", "Linux 4.18.0-553.el8, needed is 5.3 (pidfd_open)", "boot a newer kernel")
+    assert machine.findings("kernel") == [expected]
+
+
+def test_silent_user_manager_fails(machine: Machine) -> None:
+    machine.manager = "offline"
+    assert machine.findings("user manager") == [
+        Finding(
+            "user manager",
+            "fail",
+            "does not answer (offline)",
+            f"loginctl enable-linger {UID}; systemctl start user@{UID}.service (as root)",
+        )
+    ]
+
+
+def test_runtime_directory_of_the_session_is_judged(machine: Machine) -> None:
+    machine.run.chmod(0o755)
+    (machine.run / "weightcached").mkdir(mode=0o700)
+    text = f"{machine.run} has mode 0755, expected 0700"
+    found = machine.findings("XDG_RUNTIME_DIR")
+    assert found == [Finding("XDG_RUNTIME_DIR", "fail", text, f"chmod 700 {machine.run}")]
+    machine.monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
+    fix = f"loginctl enable-linger {UID}; export XDG_RUNTIME_DIR=/run/user/{UID}"
+    expected = Finding("XDG_RUNTIME_DIR", "fail", "/nonexistent: No such file or directory", fix)
+    assert doctor._xdg_runtime_dir(UID) == expected
+    machine.monkeypatch.delenv("XDG_RUNTIME_DIR")
+    fix = f"export XDG_RUNTIME_DIR=/run/user/{UID}"
+    text = f"is not set, /run/user/{UID} is used"
+    assert doctor._xdg_runtime_dir(UID) == Finding("XDG_RUNTIME_DIR", "warn", text, fix)
+
+
+def test_own_runtime_directory_is_judged(machine: Machine) -> None:
+    directory = machine.run / "weightcached"
+    directory.mkdir(mode=0o755)
+    directory.chmod(0o755)
+    text = f"runtime directory {directory} has mode 0755, expected 0700: chmod 700 {directory}"
+    assert machine.findings("runtime directory") == [Finding("runtime directory", "fail", text, "see the text")]
+
+
+def test_missing_unit_fails(machine: Machine) -> None:
+    (machine.config / "systemd/user/weightcached.target").unlink()
+    missing = Finding("unit", "fail", "weightcached.target is not installed", "weightcachectl install")
+    assert machine.findings("unit")[1] == missing
+
+
+def test_unit_of_an_environment_that_is_gone_fails(machine: Machine) -> None:
+    (machine.bin / "weightcached").unlink()
+    unit = machine.config / "systemd/user/weightcached@.service"
+    text = f"{unit} runs {machine.bin}/weightcached, which is no executable"
+    assert machine.findings("unit")[0] == Finding("unit", "fail", text, "weightcachectl install")
+
+
+def test_wrong_manifest_fails_with_its_line(machine: Machine) -> None:
+    machine.place("[gpu0]")
+    (found,) = machine.findings("manifest")
+    assert (found.level, found.fix) == ("fail", f"edit {machine.manifest}")
+    assert found.text.startswith(f"{machine.manifest}:3: models[0].devices[0]: device 'gpu0' is none: ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "text", "fix"),
+    [
+        ({"vllm": None}, "fail", "PY has no vLLM", "name the engine's interpreter as python: in MANIFEST"),
+        (
+            {"plugin": []},
+            "fail",
+            "PY (vLLM 0.32.0) has no weightcached plug-in",
+            f"PY -m pip install weightcached=={__version__}",
+        ),
+        (
+            {"weightcached": "0.0.1"},
+            "warn",
+            f"PY has weightcached 0.0.1, the daemon's is {__version__}",
+            f"PY -m pip install weightcached=={__version__}",
+        ),
+    ],
+)
+def test_interpreter_without_plug_in_is_found(
+    machine: Machine, changed: dict[str, object], level: str, text: str, fix: str
+) -> None:
+    machine.interpreter(**changed)
+    (found,) = machine.findings("plug-in")
+    seen = [s.replace(str(machine.python), "PY").replace(str(machine.manifest), "MANIFEST") for s in found]
+    assert seen == ["plug-in", level, text, fix]
+
+
+def test_interpreter_that_does_not_run_is_found(machine: Machine) -> None:
+    machine.python.write_text("#!/bin/sh\necho broken\nexit 1\n")
+    text = f"{machine.python} does not run"
+    assert machine.findings("plug-in") == [Finding("plug-in", "fail", text, f"{machine.python} --version")]
+
+
+def test_question_to_the_interpreter_is_answered_by_a_real_one(machine: Machine) -> None:
+    """This environment has vLLM and not the plug-in, or both: either is an answer, and neither imports vLLM."""
+    assert doctor._interpreter(sys.executable).text.partition("vLLM ")[2] != ""
+
+
+def test_plug_in_that_the_environment_switches_off_is_found(machine: Machine) -> None:
+    machine.monkeypatch.setenv("VLLM_PLUGINS", "lora")
+    text = "VLLM_PLUGINS is 'lora', so engines started from here leave weightcached out"
+    found = machine.findings("plug-in")[1]
+    assert found == Finding("plug-in", "warn", text, "export VLLM_PLUGINS=lora,weightcached")
+
+
+def test_gpus_are_compared_with_the_manifest_and_asked_for_persistence(machine: Machine) -> None:
+    other = GPU.replace("0e3f", "ffff")
+    machine.place(f"[{GPU}]")
+    machine.gpus.append(SimpleNamespace(uuid=other))
+    machine.persistence[other] = "persistence mode is off"
+    assert machine.findings("GPU") == [
+        Finding("GPU", "fail", f"{GPU} stands in the manifest and is not in this machine", "weightcachectl devices"),
+        Finding("GPU", "warn", "persistence mode is off", f"sudo nvidia-smi -i {other} -pm 1"),
+    ]
+    machine.persistence.clear()
+    assert list(doctor._gpus(None)) == [Finding("GPU", "ok", f"{other}: persistence mode is on, or cannot be read")]
+
+
+def test_stale_socket_fails(machine: Machine) -> None:
+    path = machine.run / "weightcached/cpu0.sock"
+    with StubDaemon(path):
+        os.link(path, path.with_name("cpu1.sock"))
+    stale = path.with_name("cpu1.sock")
+    text = (
+        f"no weightcached daemon listens on {stale}, which a dead one left behind: "
+        "systemctl --user start weightcached@cpu1.service"
+    )
+    fix = f"weightcachectl restart cpu1, or rm {stale}"
+    assert machine.findings("socket") == [Finding("socket", "fail", text, fix)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "text", "fix"),
+    [
+        (
+            {"manifest_error": "m:1: x"},
+            "warn",
+            "the daemon refused the manifest: m:1: x",
+            "edit it, then: weightcachectl reload cpu0",
+        ),
+        (
+            {"caches": [cache(state="failed", error="no\nmemory")]},
+            "fail",
+            "tiny/target failed: no memory",
+            "weightcachectl reload cpu0",
+        ),
+        (
+            {"software": "weightcached 0.0.1"},
+            "warn",
+            f"the daemon is weightcached 0.0.1, installed is {__version__}",
+            "weightcachectl restart cpu0",
+        ),
+    ],
+)
+def test_what_a_daemon_tells_is_judged(
+    machine: Machine, changed: dict[str, object], level: str, text: str, fix: str
+) -> None:
+    path = machine.run / "weightcached/cpu0.sock"
+    with StubDaemon(path, lambda request: [status("cpu0", **changed)]):
+        assert machine.findings("socket") == [Finding("socket", level, f"{path}: {text}", fix)]  # type: ignore[arg-type]
+
+
+def test_socket_open_to_others_fails(machine: Machine) -> None:
+    path = machine.run / "weightcached/cpu0.sock"
+    with StubDaemon(path):
+        path.chmod(0o666)
+        expected = Finding("socket", "fail", f"{path} has mode 0666, expected 0600", f"chmod 600 {path}")
+        assert machine.findings("socket") == [expected]
