@@ -1,0 +1,158 @@
+"""Fixtures of the end-to-end tests: real vLLM on the CPU, the product's unit under a real user manager."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.checkpoints import llama_config, write_checkpoint
+from tests.systemd.manager import PrivateManager
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+# An engine's start takes 35-55 s when the machine is busy, and two may start one after the other.
+ANSWER_TIMEOUT_S = 240.0
+READY_TIMEOUT_S = 60.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT),
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+}  # fmt: skip
+
+
+class Engines:
+    """The host process of engines (host.py); `log()` is what vLLM and the plug-in wrote since the last call."""
+
+    def __init__(self, env: dict[str, str], log_path: Path) -> None:
+        self._log_path = log_path
+        self._seen = 0
+        with open(log_path, "w", encoding="utf-8") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engine.host"], env=env, cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line.startswith("ANSWER "), f"the engine host ended: {self.log()[-3000:]}"
+        answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
+        return answer
+
+    def tokens(self, model: Path, load_format: str = "auto", *, loader: dict[str, Any] | None = None, **engine: Any) -> Any:
+        """Start an engine and return what it decodes."""
+        if loader is not None:
+            engine["model_loader_extra_config"] = loader
+        answer = self.ask(engine={"model": str(model), "load_format": load_format, **engine})
+        assert "tokens" in answer, answer.get("error")
+        return answer["tokens"]
+
+    def log(self) -> str:
+        text = self._log_path.read_text(encoding="utf-8")
+        new, self._seen = text[self._seen :], len(text)
+        return new
+
+    def plugin_log(self) -> list[str]:
+        """The plug-in's own lines since the last call, without time and file."""
+        lines = (line for line in self.log().splitlines() if "[ipc_loader.py:" in line or "[client.py:" in line)
+        return [line.split("] ", 1)[1] for line in lines]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(ANSWER_TIMEOUT_S)
+
+
+class Service:
+    """The product's units under the private manager, as `weightcachectl install` wrote them."""
+
+    def __init__(self, manager: PrivateManager) -> None:
+        self.manager = manager
+        self.env = manager.env | ENVIRONMENT
+        self.ctl("install")
+
+    def manifest(self, *models: dict[str, Any]) -> None:
+        path = self.manager.config_dir / "weightcached/manifest.yaml"
+        path.write_text(json.dumps({"version": 1, "models": list(models)}), encoding="utf-8")
+
+    def ctl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [BIN / "weightcachectl", *arguments], env=self.env, capture_output=True, text=True, check=False,
+            timeout=ANSWER_TIMEOUT_S,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def caches(self, device: str) -> list[dict[str, Any]]:
+        devices = json.loads(self.ctl("status", "--json").stdout)["devices"]
+        found: list[dict[str, Any]] = next(d["caches"] for d in devices if d["device"] == device)
+        return found
+
+    def pid(self, device: str) -> int:
+        return int(self.manager.show(f"weightcached@{device}.service", "MainPID"))
+
+    def kill(self, device: str) -> None:
+        """SIGKILL the daemon and wait until its successor serves."""
+        pid = self.pid(device)
+        os.kill(pid, signal.SIGKILL)
+        self.until_ready(device, other_than=pid)
+
+    def until_ready(self, device: str, *, other_than: int = 0) -> None:
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            status = self.ctl("status", "--json", check=False)
+            devices = json.loads(status.stdout)["devices"] if status.returncode == 0 else []
+            mine = [d for d in devices if d["device"] == device and d["pid"] != other_than]
+            if mine and all(cache["state"] == "ready" for cache in mine[0]["caches"]):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{device} did not become ready: {status.stdout}{status.stderr}")
+
+
+def checkpoint(path: Path, *, tied: bool, dtype: str, seed: int = 0, shards: int = 3) -> Path:
+    """A small Llama-shaped checkpoint whose larger tensors go to shared segments."""
+    config = llama_config(
+        hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, vocab=1024, dtype=dtype, tied=tied
+    )
+    write_checkpoint(path, config, shards=shards, seed=seed)
+    return path
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoints of all tests by name. `tuned` is `untied` after a fine-tune: same names, shapes and headers."""
+    base = tmp_path_factory.mktemp("models")
+    return {
+        "untied": checkpoint(base / "untied", tied=False, dtype="bfloat16"),
+        "tied": checkpoint(base / "tied", tied=True, dtype="float32", seed=1),
+        "tuned": checkpoint(base / "tuned", tied=False, dtype="bfloat16", seed=2),
+    }
+
+
+@pytest.fixture(scope="session")
+def manager() -> Iterator[PrivateManager]:
+    with PrivateManager(ENVIRONMENT) as manager:
+        yield manager
+
+
+@pytest.fixture(scope="session")
+def service(manager: PrivateManager) -> Service:
+    return Service(manager)
+
+
+@pytest.fixture(scope="session")
+def engines(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines = Engines(service.env, tmp_path_factory.mktemp("engines") / "log")
+    yield engines
+    engines.close()

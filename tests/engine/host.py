@@ -1,0 +1,144 @@
+"""Real vLLM engines in one process, one after the other: imports are paid once.
+
+Reads one JSON command per line on standard input and answers with one line that begins with "ANSWER ".
+
+    {"engine": {…LLM arguments…}, "prompts": 4, "tokens": 32}    start an engine, decode, keep it
+    {"again": true}                                              decode once more with the engine that is kept
+    {"call": "name"}                                             run one of CALLS on the engine that is kept
+    {"close": true}                                              end it
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+from bench.generate import prompts
+
+
+class Host:
+    """At most one engine."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.count = self.tokens = 0
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        if "engine" in command:
+            return self.start(command)
+        if "again" in command:
+            return {"tokens": self.decode()}
+        if "call" in command:
+            return {"result": CALLS[command["call"]](self.llm)}
+        self.close()
+        return {}
+
+    def start(self, command: dict[str, Any]) -> dict[str, Any]:
+        from vllm import LLM
+
+        self.close()
+        self.count, self.tokens = command.get("prompts", 4), command.get("tokens", 32)
+        arguments = {
+            "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256,
+            "distributed_executor_backend": "uni",
+        }  # fmt: skip
+        try:
+            self.llm = LLM(**(arguments | command["engine"]))
+        except Exception as e:
+            # Weights of the engine that failed hang in the traceback.
+            return {"error": f"{type(e).__name__}: {e}"}
+        finally:
+            gc.collect()
+        return {"tokens": self.decode()}
+
+    def decode(self) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=self.tokens, temperature=0, detokenize=False, ignore_eos=True)
+        vocab = self.llm.llm_engine.model_config.get_vocab_size()
+        outputs = self.llm.generate(prompts(self.count, vocab), sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def close(self) -> None:
+        if self.llm is None:
+            return
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+
+
+def _model(llm: Any) -> Any:
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner.model
+
+
+def tied_objects(llm: Any) -> list[list[str]]:
+    """Names of parameters that are one object, sorted."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in _model(llm).named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+
+
+def mapped_bytes(llm: Any) -> int:
+    """Bytes of this process's mappings of segments."""
+    total = 0
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            if "memfd:weightcached-segment" in line:
+                begin, end = line.split()[0].split("-")
+                total += int(end, 16) - int(begin, 16)
+    return total
+
+
+def reload_in_place(llm: Any) -> dict[str, Any]:
+    """Build a second model from the same configuration, fill it with load_weights(), compare with a load from disk."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from weightcache_loader.engine import isolated_build
+
+    config = llm.llm_engine.vllm_config
+    loader = get_model_loader(config.load_config)
+    disk = DefaultModelLoader(loader._disk_loader().load_config)
+    with set_current_vllm_config(config), isolated_build(config, keep=False):
+        torch.set_default_dtype(config.model_config.dtype)
+        model = loader.create_model(config, config.model_config)
+        config.compilation_config.static_forward_context.clear()
+        other = disk.create_model(config, config.model_config)
+        torch.set_default_dtype(torch.float32)
+        addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+        loader.load_weights(model, config.model_config)
+        disk.load_weights(other, config.model_config)
+    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    return {
+        "names_equal": sorted(ours) == sorted(theirs),
+        "bytes_equal": all(torch.equal(ours[name], theirs[name]) for name in theirs),
+        "in_place": all(ours[name].data_ptr() == address for name, address in addresses.items()),
+    }
+
+
+CALLS = {"tied_objects": tied_objects, "mapped_bytes": mapped_bytes, "reload_in_place": reload_in_place}
+
+
+def main() -> None:
+    """Answer commands until standard input ends."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # vLLM prints to standard output; answers go to a copy of it that nobody else has.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    host = Host()
+    for line in sys.stdin:
+        out.write(f"ANSWER {json.dumps(host.answer(json.loads(line)))}\n")
+        out.flush()
+    # Not through the interpreter's shutdown: vLLM's threads take their time there.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
