@@ -53,7 +53,11 @@ class Client:
     @classmethod
     def welcome(cls, path: Path, purpose: Literal["engine", "ctl", "self"] = "engine") -> Self:
         client = cls(path)
-        client.expect(Hello(protocol=PROTOCOL_VERSION, purpose=purpose), Welcome)
+        try:
+            client.expect(Hello(protocol=PROTOCOL_VERSION, purpose=purpose), Welcome)
+        except BaseException:
+            client.close()
+            raise
         return client
 
     def send(self, message: Message) -> None:

@@ -125,6 +125,8 @@ class DaemonProcess:
 
     def launch(self) -> Self:
         """Start the process and return at once."""
+        if self.manager is not None:
+            self.manager.close()
         self.manager = ManagerSocket(f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}")
         command = [*self.prefix, sys.executable, "-m", "weightcached", "serve", self.device]
         command += ["--manifest", str(self.manifest), "--socket-dir", str(self.runtime), "--log-level", "debug"]
