@@ -69,9 +69,12 @@ class FdStore:
         self.remove_names([*(f"{tag}.{n}" for n in range(len(generation.segment_nbytes))), f"{tag}.{_INDEX}"])
 
     def remove_names(self, names: list[str]) -> None:
+        """Take descriptors out by name; returns once the manager has closed them. Raises StoreError."""
         with self._connected() as sock:
             for name in names:
                 _send(sock, f"FDSTOREREMOVE=1\nFDNAME={name}")
+            # Once we say that something was freed, it has been.
+            _barrier(sock)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[socket.socket | None]:
