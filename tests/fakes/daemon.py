@@ -135,7 +135,7 @@ class DaemonProcess:
             command += ["--loader-command", self.loader_command]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                command, stderr=log, cwd=ROOT, env=environment(NOTIFY_SOCKET=self.manager.address, **self.env)
+                command, stderr=log, cwd=ROOT, env=environment(**{"NOTIFY_SOCKET": self.manager.address, **self.env})
             )
         return self
 
