@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from collections.abc import Sequence
@@ -53,7 +54,11 @@ class Client:
     @classmethod
     def welcome(cls, path: Path, purpose: Literal["engine", "ctl", "self"] = "engine") -> Self:
         client = cls(path)
-        client.expect(Hello(protocol=PROTOCOL_VERSION, purpose=purpose), Welcome)
+        try:
+            client.expect(Hello(protocol=PROTOCOL_VERSION, purpose=purpose), Welcome)
+        except BaseException:
+            client.close()
+            raise
         return client
 
     def send(self, message: Message) -> None:
@@ -67,7 +72,9 @@ class Client:
         return decode_reply(recv_packet(self.sock, max_fds=0).data)
 
     def ask(self, message: Message) -> Reply:
-        self.send(message)
+        # One that is refused may be hung up on before it has asked; the refusal can still be read.
+        with contextlib.suppress(BrokenPipeError):
+            self.send(message)
         return self.receive()
 
     def expect(self, message: Message, kind: type[_R]) -> _R:

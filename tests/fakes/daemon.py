@@ -119,19 +119,23 @@ class DaemonProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.options: list[str] = []
         self.env: dict[str, str] = {}
-        self.prefix: list[str] = []
+        self.loader_command: str | None = LOADER
         if models is not None:
             write_manifest(self.manifest, models)
 
     def launch(self) -> Self:
         """Start the process and return at once."""
+        if self.manager is not None:
+            self.manager.close()
         self.manager = ManagerSocket(f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}")
-        command = [*self.prefix, sys.executable, "-m", "weightcached", "serve", self.device]
+        command = [sys.executable, "-m", "weightcached", "serve", self.device]
         command += ["--manifest", str(self.manifest), "--socket-dir", str(self.runtime), "--log-level", "debug"]
-        command += ["--loader-command", LOADER, *self.options]
+        command += self.options
+        if self.loader_command is not None:
+            command += ["--loader-command", self.loader_command]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                command, stderr=log, cwd=ROOT, env=environment(NOTIFY_SOCKET=self.manager.address, **self.env)
+                command, stderr=log, cwd=ROOT, env=environment(**{"NOTIFY_SOCKET": self.manager.address, **self.env})
             )
         return self
 

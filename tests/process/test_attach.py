@@ -248,9 +248,7 @@ def full_digest(checkpoint: Path) -> str:
     return msgspec.json.decode(done.stdout, type=CheckpointIdentity).full
 
 
-def test_manifest_written_while_serving_changes_nothing_by_itself(
-    daemon: DaemonProcess, checkpoint: Path
-) -> None:
+def test_manifest_written_while_serving_changes_nothing_by_itself(daemon: DaemonProcess, checkpoint: Path) -> None:
     write_manifest(daemon.manifest, [model("other", checkpoint)])
     with daemon.client() as engine:
         engine.attach(key(checkpoint)).close()

@@ -141,7 +141,9 @@ def _new_cgroup() -> Path:
     try:
         group.mkdir()
     except OSError as e:
-        raise ManagerError(f"cannot make the cgroup {group}: {e.strerror}; run as root or with a delegated cgroup") from e
+        raise ManagerError(
+            f"cannot make the cgroup {group}: {e.strerror}; run as root or with a delegated cgroup"
+        ) from e
     return group
 
 

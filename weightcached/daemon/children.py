@@ -1,6 +1,7 @@
-"""Child processes: how one is started, watched, killed and listened to; and the child that digests a checkpoint.
+"""Child processes: how one is started, listened to, and ended with all that it started.
 
-What a loader says and delivers is loading.py's.
+What a loader says and delivers is loading.py's. Not asyncio's subprocesses: their wait() also waits for the pipes,
+which a stray grandchild can hold open for ever.
 """
 
 from __future__ import annotations
@@ -10,74 +11,128 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from typing import IO, Self
 
 import msgspec
 
+from weightcached.daemon import packets
 from weightcached.daemon.logs import printable
 from weightcached.errors import CheckpointError
 from weightcached.identity import CheckpointIdentity
 from weightcached.paths import is_host_device
+from weightcached.wire.fds import OwnedFd, sealed_memfd
 
 log = logging.getLogger(__name__)
 
-# Pipes stay open for as long as any stray grandchild holds them.
-_PIPE_TIMEOUT_S = 2.0
+# What a dead child had written is there at once; only a grandchild outside of its session keeps a pipe open.
+_DRAIN_TIMEOUT_S = 2.0
+_READ_BYTES = 64 * 1024
 _LINE_BYTES = 4096
+# A digest's answer is a few hundred bytes for each file of the checkpoint.
+_CAPTURE_BYTES = 8 * 1024 * 1024
 # What systemd gave to the daemon alone; a child that used it would speak in the daemon's name.
 _NOT_FOR_CHILDREN = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
-class Supervised:
-    """A child whose output goes to the log, and of whom nothing is left when the block ends."""
+class Child:
+    """One child in a session of its own. Its lines go to the log; leave the block, and nothing of it is left.
 
-    def __init__(self, child: asyncio.subprocess.Process, name: str) -> None:
-        self._child = child
+    `exit` is done once it has ended, its session has been killed and its last lines have been read; its result is the
+    exit status, negative for a signal.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        name: str,
+        *,
+        stdin: bytes,
+        device: str | None = None,
+        pass_fds: Sequence[int] = (),
+        capture: bool = False,
+    ) -> None:
+        """Start it. It sees `device` alone, if one is given. `capture` keeps its output instead of logging it.
+
+        Raises OSError.
+        """
         self._name = name
-        self._pumps: list[asyncio.Task[None]] = []
+        self.output = bytearray() if capture else None
         self.last_error_line = ""
+        # A file and no pipe: a child that never reads its input must not stop us.
+        with sealed_memfd("weightcached-input", stdin) as job:
+            os.lseek(job.fileno(), 0, os.SEEK_SET)
+            self._process = subprocess.Popen(
+                command,
+                stdin=job.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=pass_fds,
+                start_new_session=True,
+                env=_environment(device),
+                bufsize=0,
+            )
+        self.pid = self._process.pid
+        self._pidfd = OwnedFd(os.pidfd_open(self.pid))
+        self._pumps = [
+            asyncio.create_task(self._pump(pipe, is_error=pipe is self._process.stderr))
+            for pipe in (self._process.stdout, self._process.stderr)
+            if pipe is not None
+        ]
+        self.exit = asyncio.create_task(self._reap())
 
-    async def __aenter__(self) -> Supervised:
-        for stream, is_error in ((self._child.stdout, False), (self._child.stderr, True)):
-            if stream is not None:
-                self._pumps.append(asyncio.create_task(self._pump(stream, is_error=is_error)))
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        kill_group(self._child)
-        await self._child.wait()
-        await self._drain()
+        if not self.exit.done():
+            self._kill_session()
+        await asyncio.shield(self.exit)
+
+    async def _reap(self) -> int:
+        with self._pidfd:
+            await packets.readable(self._pidfd.fileno())
+        # Before the child is waited for: until then nobody else can get its number. What it started would keep the
+        # pipes open, and device memory too.
+        self._kill_session()
+        status = self._process.wait()
+        await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
-
-    async def ended(self) -> int:
-        """Wait for the child and for its last lines. Returns its status, negative for a signal."""
-        status = await self._child.wait()
-        # Grandchildren would keep the pipes open, and device memory too.
-        kill_group(self._child)
-        await self._drain()
         return status
 
-    async def _drain(self) -> None:
-        if self._pumps:
-            await asyncio.wait(self._pumps, timeout=_PIPE_TIMEOUT_S)
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
-    async def _pump(self, stream: asyncio.StreamReader, *, is_error: bool) -> None:
-        rest = b""
-        while chunk := await stream.read(_LINE_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                self._line(line, is_error=is_error)
-            if len(rest) > _LINE_BYTES:
-                self._line(rest, is_error=is_error)
-                rest = b""
-        self._line(rest, is_error=is_error)
+    async def _pump(self, pipe: IO[bytes], *, is_error: bool) -> None:
+        """Read a pipe to its end, line by line."""
+        with pipe:
+            os.set_blocking(pipe.fileno(), False)
+            rest = b""
+            while True:
+                await packets.readable(pipe.fileno())
+                try:
+                    chunk = os.read(pipe.fileno(), _READ_BYTES)
+                except BlockingIOError:
+                    continue
+                if not chunk:
+                    break
+                if self.output is not None and not is_error:
+                    self.output += chunk[: _CAPTURE_BYTES - len(self.output)]
+                    continue
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._line(line, is_error=is_error)
+                rest = rest[-_LINE_BYTES:]
+            self._line(rest, is_error=is_error)
 
     def _line(self, raw: bytes, *, is_error: bool) -> None:
         # Of a progress bar, which redraws itself after each \r, the last state.
-        line = printable(raw.decode(errors="replace").strip().rpartition("\r")[2])
+        line = printable(raw[-_LINE_BYTES:].decode(errors="replace").strip().rpartition("\r")[2])
         if line:
             log.info("loader cache=%s %s", self._name, line)
             if is_error:
@@ -86,47 +141,22 @@ class Supervised:
 
 async def make_full_digest(identity: CheckpointIdentity) -> str:
     """The full digest of a checkpoint, by a child at the lowest priority. Raises CheckpointError."""
-    child = await spawn([sys.executable, "-m", "weightcached.identity", "full"], device=None)
-    with contextlib.suppress(ProcessLookupError):
-        os.setpriority(os.PRIO_PROCESS, child.pid, 19)
+    command = [sys.executable, "-m", "weightcached.identity", "full"]
     try:
-        output, errors = await child.communicate(msgspec.json.encode(identity))
-    except BaseException:
-        kill_group(child)
-        await child.wait()
-        raise
-    if child.returncode != 0:
-        lines = [line for line in errors.decode(errors="replace").splitlines() if line.strip()]
-        reason = printable(lines[-1]) if lines else "it printed no reason"
-        raise CheckpointError(f"the digest of {identity.root} ended with status {child.returncode}: {reason}")
+        child = Child(command, "digest", stdin=msgspec.json.encode(identity), capture=True)
+    except OSError as e:
+        raise CheckpointError(f"the digest of {identity.root} cannot be started: {e.strerror}") from e
+    async with child:
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, child.pid, 19)
+        status = await asyncio.shield(child.exit)
+    if status != 0:
+        reason = child.last_error_line or "it printed no reason"
+        raise CheckpointError(f"the digest of {identity.root} ended with status {status}: {reason}")
     try:
-        return msgspec.json.decode(output, type=CheckpointIdentity).full
+        return msgspec.json.decode(bytes(child.output or b""), type=CheckpointIdentity).full
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise CheckpointError(f"the digest of {identity.root} came back malformed: {e}") from e
-
-
-async def spawn(
-    command: Sequence[str], *, device: str | None, pass_fds: Sequence[int] = ()
-) -> asyncio.subprocess.Process:
-    """Start a child in a session of its own, with pipes on all three streams. It sees `device` alone, if one is given.
-
-    Raises OSError.
-    """
-    return await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        pass_fds=pass_fds,
-        start_new_session=True,
-        env=_environment(device),
-    )
-
-
-def kill_group(child: asyncio.subprocess.Process) -> None:
-    """Kill the child and everything it started that stayed in its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _environment(device: str | None) -> dict[str, str]:
@@ -134,16 +164,6 @@ def _environment(device: str | None) -> dict[str, str]:
     if device is not None and not is_host_device(device):
         environment["CUDA_VISIBLE_DEVICES"] = device
     return environment
-
-
-async def feed(child: asyncio.subprocess.Process, data: bytes) -> None:
-    if child.stdin is None:
-        raise AssertionError("the child was started without a pipe on its input")
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        child.stdin.write(data)
-        await child.stdin.drain()
-    # A child that died before it read its job is judged by its exit status.
-    child.stdin.close()
 
 
 def signal_name(number: int) -> str:

@@ -69,9 +69,12 @@ class FdStore:
         self.remove_names([*(f"{tag}.{n}" for n in range(len(generation.segment_nbytes))), f"{tag}.{_INDEX}"])
 
     def remove_names(self, names: list[str]) -> None:
+        """Take descriptors out by name; returns once the manager has closed them. Raises StoreError."""
         with self._connected() as sock:
             for name in names:
                 _send(sock, f"FDSTOREREMOVE=1\nFDNAME={name}")
+            # Once we say that something was freed, it has been.
+            _barrier(sock)
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[socket.socket | None]:
@@ -113,12 +116,14 @@ def _barrier(sock: socket.socket | None) -> None:
 # ---- adoption
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
+    """A descriptor as the manager passed it, under its name in the store."""
+
     name: str
     fd: OwnedFd
 
 
-def inherited(environ: MutableMapping[str, str]) -> list[_Stored]:
+def inherited(environ: MutableMapping[str, str]) -> list[Stored]:
     """The descriptors that the manager passed to this very process; the variables are removed."""
     pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
@@ -128,7 +133,7 @@ def inherited(environ: MutableMapping[str, str]) -> list[_Stored]:
     for number in range(int(count)):
         fd = LISTEN_FDS_START + number
         fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-        stored.append(_Stored(names[number] if number < len(names) else "", OwnedFd(fd)))
+        stored.append(Stored(names[number] if number < len(names) else "", OwnedFd(fd)))
     return stored
 
 
@@ -140,7 +145,7 @@ class Expected(NamedTuple):
     driver: str | None
 
 
-def adopt(stored: list[_Stored], expected: Expected, drop_names: Callable[[list[str]], None]) -> list[Generation]:
+def adopt(stored: list[Stored], expected: Expected, drop_names: Callable[[list[str]], None]) -> list[Generation]:
     """Turn the store's descriptors back into generations, at most one per cache.
 
     What cannot be used is closed, taken out of the store through `drop_names`, and logged with the reason.

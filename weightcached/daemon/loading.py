@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from weightcached.daemon import packets
-from weightcached.daemon.children import Supervised, feed, signal_name, spawn
+from weightcached.daemon.children import Child, signal_name
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError, LoadError, ProtocolError
 from weightcached.index import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
@@ -25,7 +25,7 @@ from weightcached.job import LoaderJob, encode_job
 from weightcached.key import WeightCacheKey
 from weightcached.paths import is_host_device
 from weightcached.wire.fds import OwnedFd, close_all, is_sealed, read_sealed
-from weightcached.wire.framing import MAX_PACKET_FDS, Packet
+from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet
 from weightcached.wire.messages import (
     Descriptors,
     LoaderFailed,
@@ -121,55 +121,65 @@ class LoaderRun:
         try:
             with ours:
                 with theirs:
-                    theirs_fd = theirs.fileno()
-                    child = await self._spawn(theirs_fd)
+                    child = self._start(theirs.fileno())
                 ours.setblocking(False)
-                async with Supervised(child, self._name) as supervised:
-                    await self._hand_over(child, encode_job(self._request.job(theirs_fd)))
-                    await self._receive(ours, supervised)
+                async with child:
+                    await self._receive(ours, child)
                     # Published only once the child is gone: its device context counts against the first engine's
                     # memory, and the next load's.
-                    await self._await_exit(supervised)
+                    await self._await_exit(child)
             return await asyncio.to_thread(self._check)
         except BaseException:
             close_all([*self._segments, *([self._index] if self._index else [])])
             raise
 
-    async def _spawn(self, socket_fd: int) -> asyncio.subprocess.Process:
+    def _start(self, socket_fd: int) -> Child:
+        request = self._request
+        job = encode_job(request.job(socket_fd))
         try:
-            child = await spawn(self._command, device=self._request.device, pass_fds=[socket_fd])
+            child = Child(self._command, self._name, stdin=job, device=request.device, pass_fds=[socket_fd])
         except OSError as e:
             raise LoadFailedError(
                 f"loader of {self._name} cannot be started with {self._command[0]}: {e.strerror}; "
                 "python: in the manifest names the interpreter that runs the engine",
-                permanent=True,
+                permanent=isinstance(e, FileNotFoundError | PermissionError | NotADirectoryError),
             ) from e
-        log.info("loader started cache=%s generation=%d pid=%d", self._name, self._request.generation, child.pid)
+        log.info("loader started cache=%s generation=%d pid=%d", self._name, request.generation, child.pid)
         return child
 
-    async def _hand_over(self, child: asyncio.subprocess.Process, job: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await feed(child, job)
-        except TimeoutError as e:
-            raise self._stalled() from e
-
-    async def _receive(self, ours: socket.socket, supervised: Supervised) -> None:
+    async def _receive(self, ours: socket.socket, child: Child) -> None:
         """Take messages until the delivery is complete or the child has hung up."""
         loop = asyncio.get_running_loop()
         self._deadline_s = loop.time() + self._stall_timeout_s
         while not self._complete:
             try:
-                async with asyncio.timeout_at(self._deadline_s):
-                    packet = await packets.recv(ours, max_fds=MAX_PACKET_FDS)
-            except TimeoutError as e:
-                raise self._stalled() from e
+                packet = await self._next_packet(ours, child)
             except (EOFError, OSError):
                 return
             except ProtocolError as e:
                 raise self._protocol_fault(str(e)) from e
             if self._take(packet):
                 self._deadline_s = loop.time() + self._stall_timeout_s
+
+    async def _next_packet(self, ours: socket.socket, child: Child) -> Packet:
+        """What the child says next. Raises EOFError also for a dead child whose end a grandchild still holds."""
+        if not child.exit.done():
+            listener = asyncio.create_task(packets.recv(ours, max_fds=MAX_PACKET_FDS))
+            left_s = self._deadline_s - asyncio.get_running_loop().time()
+            try:
+                await asyncio.wait({listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if listener.done():
+                    return listener.result()
+                if not child.exit.done():
+                    raise self._stalled()
+            finally:
+                listener.cancel()
+                await asyncio.gather(listener, return_exceptions=True)
+        # All that it had to say is in the queue by now.
+        try:
+            return recv_packet(ours, max_fds=MAX_PACKET_FDS)
+        except BlockingIOError as e:
+            raise EOFError from e
 
     @property
     def _complete(self) -> bool:
@@ -228,18 +238,18 @@ class LoaderRun:
             f"{self._command[0]} the daemon's version?"
         )
 
-    async def _await_exit(self, supervised: Supervised) -> None:
+    async def _await_exit(self, child: Child) -> None:
         """Wait for the child's end; judge it, unless it has delivered everything before."""
         try:
             async with asyncio.timeout(_EXIT_TIMEOUT_S):
-                status = await supervised.ended()
+                status: int | None = await asyncio.shield(child.exit)
         except TimeoutError:
             status = None
         if self._complete:
             if status != 0:
                 log.warning("loader delivered everything and ended badly cache=%s status=%s", self._name, status)
             return
-        raise LoadFailedError(self._death(status, supervised.last_error_line))
+        raise LoadFailedError(self._death(status, child.last_error_line))
 
     def _death(self, status: int | None, last_line: str) -> str:
         name = f"loader of {self._name}"

@@ -63,7 +63,7 @@ def run(options: Options) -> int:
     create_runtime_dir(directory)
     with _lock(device, lock_path(device, directory)):
         _raise_descriptor_limit()
-        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET"))
+        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
         adopted = _adopt(device, store)
         listener = listen(path)
         try:
@@ -233,6 +233,7 @@ class Daemon:
         for cache in self.caches:
             if cache.generation is not None:
                 cache.generation.retire()
+        self._notifier.close()
         log.info("stopped device=%s", self.device)
 
     def _open_session(self, sock: socket.socket, peer: Peer) -> Session:

@@ -66,6 +66,11 @@ class Notifier:
                 f"EXTEND_TIMEOUT_USEC={self._extend_usec}\nSTATUS={_plain('loading ' + describe(cache.name, load))}"
             )
 
+    def close(self) -> None:
+        for notifier in (self._waiting, self._hasty):
+            if notifier.socket is not None:
+                notifier.socket.close()
+
     async def _say(self, state: str) -> None:
         await asyncio.to_thread(self._waiting.notify, state)
 

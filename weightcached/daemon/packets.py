@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 from collections.abc import Sequence
@@ -62,6 +63,19 @@ async def send(sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, tim
                 if e.errno != errno.ETOOMANYREFS:
                     raise
                 await asyncio.sleep(_IN_FLIGHT_RETRY_S)
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Close a connection so that the peer can still read what was sent to it.
+
+    Unread data at close() would give the peer ECONNRESET in place of the last answer. What it had sent is thrown
+    away; from here on its sends fail with EPIPE.
+    """
+    with sock, contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RD)
+        # Ends at b"": nothing can be added any more. Descriptors among it are closed by the kernel.
+        while sock.recv(1):
+            pass
 
 
 async def connect(path: str, *, timeout_s: float) -> socket.socket:

@@ -132,13 +132,14 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            sock.close()
+            packets.hang_up(sock)
             peer.close()
 
 
 def _refuse(sock: socket.socket, message: Message) -> None:
-    with sock, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
         send_packet(sock, encode(message))
+    packets.hang_up(sock)
 
 
 def _log_end(peer: Peer, session: asyncio.Task[None]) -> None:

@@ -83,7 +83,9 @@ class Service(Protocol):
 class Session:
     """Serves one peer."""
 
-    def __init__(self, sock: socket.socket, peer: Peer, service: Service, *, idle_timeout_s: float = IDLE_TIMEOUT_S):
+    def __init__(
+        self, sock: socket.socket, peer: Peer, service: Service, *, idle_timeout_s: float = IDLE_TIMEOUT_S
+    ) -> None:
         self._sock = sock
         self._peer = peer
         self._service = service

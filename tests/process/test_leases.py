@@ -1,0 +1,259 @@
+"""Leases, and the requests that respect them: Release, Rejoin, Drop."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.fakes.checkpoints import MIB, key_of
+from tests.fakes.daemon import DaemonProcess, model, write_manifest
+from tests.process.conftest import Engine
+from weightcached.wire.messages import (
+    Absent,
+    Attach,
+    Done,
+    Drop,
+    Refused,
+    Rejoin,
+    Rejoined,
+    Release,
+    Released,
+    Reload,
+    ReloadReply,
+    StatusReply,
+)
+
+AT_ONCE_S = 1.0
+
+MakeEngine = Callable[..., Engine]
+Launcher = Callable[..., DaemonProcess]
+
+
+def engines(status: StatusReply) -> list[int]:
+    (cache,) = status.caches
+    return [engine.pid for engine in cache.engines]
+
+
+def test_status_shows_who_holds_a_lease_since_when(
+    daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(daemon, checkpoint)
+    assert engine.attached() == 3 * MIB
+    (cache,) = daemon.status().caches
+    assert [e.pid for e in cache.engines] == [engine.process.pid]
+    assert 0 <= time.time() - cache.engines[0].since < 10
+
+
+def test_killed_engine_gives_its_lease_back_at_once(
+    daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(daemon, checkpoint)
+    engine.attached()
+    killed_s = time.monotonic()
+    engine.kill()
+    daemon.until(lambda status: engines(status) == [], "the lease has ended")
+    assert time.monotonic() - killed_s < AT_ONCE_S
+
+
+def test_killed_engine_gives_its_lease_back_though_a_child_holds_its_socket(
+    daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(daemon, checkpoint, "--shared-socket")
+    engine.attached()
+    engine.kill()
+    daemon.until(lambda status: engines(status) == [], "the lease has ended")
+    assert f"peer died pid={engine.process.pid}" in daemon.log
+
+
+def test_closed_connection_ends_its_lease(daemon: DaemonProcess, checkpoint: Path) -> None:
+    with daemon.client() as engine:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        assert engines(daemon.status()) == [os.getpid()]
+    daemon.until(lambda status: engines(status) == [], "the lease has ended")
+
+
+def test_attaching_twice_on_one_connection_is_one_lease(daemon: DaemonProcess, checkpoint: Path) -> None:
+    with daemon.client() as engine:
+        for _ in range(2):
+            engine.attach(key_of({"model": str(checkpoint)})).close()
+        assert engines(daemon.status()) == [os.getpid()]
+
+
+def test_32_engines_attach_at_once(make_daemon: Launcher, checkpoint: Path) -> None:
+    daemon = make_daemon([model("tiny", checkpoint, x_segments=16)]).start()
+    key, together, held = key_of({"model": str(checkpoint)}), threading.Barrier(32), threading.Barrier(33)
+    segments: list[int] = []
+
+    def engine() -> None:
+        with daemon.client() as client:
+            together.wait(20)
+            handout = client.attach(key)
+            segments.append(len(handout.segment_fds))
+            handout.close()
+            held.wait(20)
+            held.wait(20)
+
+    threads = [threading.Thread(target=engine) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    held.wait(20)
+    assert len(engines(daemon.status())) == 32
+    held.wait(20)
+    for thread in threads:
+        thread.join()
+    assert segments == [16] * 32
+    daemon.until(lambda status: engines(status) == [], "all leases have ended")
+
+
+# ---- Release: the engine has a copy of its own
+
+
+def test_release_frees_the_generation_and_its_stored_copy(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    assert daemon.manager
+    with daemon.client() as engine:
+        engine.attach(key).close()
+        engine.expect(Release(), Done)
+        assert daemon.manager.stored == {}
+        assert not any("memfd" in target for target in daemon.descriptors())
+        assert engine.expect(Attach(key=key), Released).cache == "tiny/target"
+    (cache,) = daemon.status().caches
+    assert (cache.state, cache.bytes, cache.engines) == ("released", 0, [])
+
+
+def test_release_waits_for_the_last_other_lease(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as first, daemon.client() as second:
+        first.attach(key).close()
+        second.attach(key).close()
+        first.send(Release())
+        daemon.until(lambda status: len(status.caches[0].engines) == 1, "the first lease is given up")
+        assert daemon.status().caches[0].state == "ready"
+        second.close()
+        assert isinstance(first.receive(), Done)
+    assert daemon.status().caches[0].state == "released"
+
+
+def test_two_engines_that_release_are_both_answered(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as first, daemon.client() as second:
+        first.attach(key).close()
+        second.attach(key).close()
+        first.send(Release())
+        second.expect(Release(), Done)
+        assert isinstance(first.receive(), Done)
+
+
+def test_release_without_a_lease_is_refused(daemon: DaemonProcess) -> None:
+    with daemon.client() as engine:
+        refused = engine.expect(Release(), Refused)
+    assert refused == Refused(code="no-lease", message="this connection holds no generation: attach first")
+
+
+def test_engine_that_dies_while_its_release_waits_frees_nothing(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as holder:
+        holder.attach(key).close()
+        with daemon.client() as leaver:
+            leaver.attach(key).close()
+            leaver.send(Release())
+            daemon.until(lambda status: len(status.caches[0].engines) == 1, "its own lease is given up")
+    daemon.until(lambda status: engines(status) == [], "all have left")
+    assert daemon.status().caches[0].state == "ready"
+
+
+def test_reload_brings_back_what_was_released(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine:
+        engine.attach(key).close()
+        engine.expect(Release(), Done)
+    with daemon.client("ctl") as tool:
+        reply = tool.ask(Reload())
+        while not isinstance(reply, ReloadReply):
+            reply = tool.receive()
+    assert [(o.cache, o.outcome, o.generation) for o in reply.outcomes] == [("tiny/target", "loaded", 2)]
+    with daemon.client() as engine:
+        assert engine.attach(key).ready.generation == 2
+
+
+# ---- Rejoin
+
+
+def test_rejoin_takes_exactly_the_generation_that_is_mapped(daemon: DaemonProcess, checkpoint: Path) -> None:
+    with daemon.client() as engine:
+        ready = engine.attach(key_of({"model": str(checkpoint)})).ready
+    with daemon.client() as engine:
+        engine.expect(Rejoin(cache=ready.cache, generation=ready.generation, index_digest=ready.index_digest), Rejoined)
+        assert engines(daemon.status()) == [os.getpid()]
+        for cache, generation, digest in [
+            ("tiny/target", 2, ready.index_digest),
+            ("tiny/target", 1, "0" * 64),
+            ("none/target", 1, ready.index_digest),
+        ]:
+            refused = engine.expect(Rejoin(cache=cache, generation=generation, index_digest=digest), Refused)
+            assert refused.code == "generation-gone"
+    assert refused.message == (
+        "none/target: generation 1 is not served any more, the daemon has no generation of it; "
+        "what the engine has mapped stays valid"
+    )
+
+
+def test_engine_of_a_replaced_generation_stays_visible(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine:
+        handout = engine.attach(key)
+        write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=3)])
+        with daemon.client("ctl") as tool:
+            reply = tool.ask(Reload())
+            while not isinstance(reply, ReloadReply):
+                reply = tool.receive()
+        (cache,) = daemon.status().caches
+        assert (cache.generation, cache.segments) == (2, 3)
+        assert [e.pid for e in cache.engines] == [os.getpid()]
+        # Only the engine holds the old segments now: three of the new generation and its index are the daemon's.
+        assert sum("memfd" in target for target in daemon.descriptors()) == 4
+        assert len(os.pread(handout.segment_fds[0].fileno(), 3 * MIB, 0)) == 3 * MIB // 2
+        handout.close()
+
+
+# ---- Drop
+
+
+def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    assert daemon.manager
+    with daemon.client() as engine, daemon.client("ctl") as tool:
+        engine.attach(key).close()
+        refused = tool.expect(Drop(cache="tiny/target"), Refused)
+        assert refused.code == "in-use"
+        assert refused.message == (
+            f"tiny/target is in use by pid {os.getpid()}: stop the engine, or drop it with --force; "
+            "what an engine has mapped stays valid"
+        )
+        assert daemon.status().caches[0].state == "ready"
+        tool.expect(Drop(cache="tiny/target", force=True), Done)
+        assert daemon.manager.stored == {}
+        assert not any("memfd" in target for target in daemon.descriptors())
+        absent = engine.expect(Attach(key=key), Absent)
+    assert absent.reason == "no cache in role target on cpu0: the manifest gives it none"
+
+
+def test_drop_of_an_unknown_cache_names_the_known_ones(daemon: DaemonProcess) -> None:
+    with daemon.client("ctl") as tool:
+        refused = tool.expect(Drop(cache="tiny/draft"), Refused)
+    assert refused == Refused(code="unknown-cache", message="no cache 'tiny/draft' on cpu0: it has tiny/target")
+
+
+def test_drop_of_what_is_being_loaded_is_refused(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+    daemon = make_daemon([model("tiny", checkpoint, x_gate=str(gate))]).launch()
+    daemon.notified("weights")
+    with daemon.client("ctl") as tool:
+        refused = tool.expect(Drop(cache="tiny/target", force=True), Refused)
+    assert refused == Refused(
+        code="loading", message="tiny/target is being loaded (weights): drop it when that is over"
+    )
+    gate.write_bytes(b"")
+    daemon.notified("READY=1")
