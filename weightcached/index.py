@@ -55,7 +55,8 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One tensor object. shape, stride and storage_offset count elements; storage is None for one of 0 bytes.
 
     `names` are all places where this same object hangs, the first one canonical: dotted module paths plus the name.
-    `param_class` is the import path of a Parameter subclass, empty for torch.nn.Parameter and for buffers.
+    `param_class` is the import path of a Parameter subclass, empty for torch.nn.Parameter and for buffers. `on_host`
+    marks what a model on a GPU keeps in host memory; its bytes are in the segments like all others.
     """
 
     names: Annotated[list[str], Meta(min_length=1)]
@@ -66,17 +67,20 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     storage: int | None = None
     storage_offset: Size = 0
     persistent: bool = True
+    on_host: bool = False
     param_class: str = ""
 
 
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one module's post-processing is brought to the engine. `values` are typed values (attach.py) by attribute."""
+    """How one module's post-processing is brought to the engine.
+
+    `values` are typed values (weightcache_loader/values.py) by full path, set after the hooks ran.
+    """
 
     module: str
     plan: PlanName
     method: str = ""
     values: dict[str, msgspec.Raw] = {}
-    removed: list[str] = []
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +94,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation of one cache. `spec_digest` is the manifest entry it was made from."""
+    """One generation of one cache.
+
+    `spec_digest` is the manifest entry it was made from; `skeleton` digests the structure of the model as built on
+    the meta device, so that an engine whose layers differ in any name, shape, type or kernel class is refused.
+    """
 
     software: str
     backend: Literal["host", "cuda"]
@@ -102,6 +110,7 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     generation: Size
     spec_digest: str
     stage: Stage
+    skeleton: str
     key: WeightCacheKey
     segments: list[SegmentRecord]
     storages: list[StorageRecord]
@@ -166,7 +175,9 @@ def _check(index: TensorIndex) -> None:
     names: set[str] = set()
     for tensor in index.tensors:
         if len(tensor.shape) != len(tensor.stride) or any(step < 0 for step in tensor.stride):
-            raise IndexFormatError(f"tensor {tensor.names[0]}: shape {tensor.shape} does not fit stride {tensor.stride}")
+            raise IndexFormatError(
+                f"tensor {tensor.names[0]}: shape {tensor.shape} does not fit stride {tensor.stride}"
+            )
         if tensor.storage is not None and not 0 <= tensor.storage < len(index.storages):
             raise IndexFormatError(f"tensor {tensor.names[0]} is in storage {tensor.storage} of {len(index.storages)}")
         for name in tensor.names:
