@@ -85,15 +85,20 @@ class ManagerSocket:
         for fd in fds:
             os.close(fd)
 
-    def wait_for(self, word: str) -> str:
-        """The next state with `word` in it, of those not waited for yet."""
+    def wait_for(self, word: str, ended: Callable[[], bool]) -> str | None:
+        """The next state with `word` in it, of those not waited for yet; None if the sender has `ended` without it."""
+        deadline_s = time.monotonic() + BOUND_S
         with self._news:
             while True:
+                no_more = ended()
                 while self._read < len(self.states):
                     self._read += 1
                     if word in self.states[self._read - 1]:
                         return self.states[self._read - 1]
-                assert self._news.wait(BOUND_S), f"not within {BOUND_S} s: {word}"
+                if no_more:
+                    return None
+                assert time.monotonic() < deadline_s, f"not within {BOUND_S} s: {word}"
+                self._news.wait(0.2)
 
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ender:
@@ -147,7 +152,11 @@ class DaemonProcess:
     def notified(self, word: str) -> str:
         """Wait until the daemon tells its manager something with `word` in it."""
         assert self.manager
-        return self.manager.wait_for(word)
+        process = self.process
+        assert process
+        state = self.manager.wait_for(word, ended=lambda: process.poll() is not None)
+        assert state is not None, f"the daemon ended without {word}: {self.log[-3000:]}"
+        return state
 
     @property
     def pid(self) -> int:
