@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -201,8 +202,12 @@ class DaemonProcess:
 
     def descriptors(self) -> list[str]:
         """What the daemon's descriptors are open on."""
-        directory = Path(f"/proc/{self.pid}/fd")
-        return [os.readlink(fd) for fd in directory.iterdir() if fd.is_symlink()]
+        found = []
+        for fd in Path(f"/proc/{self.pid}/fd").iterdir():
+            # One that has just been closed is not counted.
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(fd))
+        return found
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
