@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -85,15 +86,20 @@ class ManagerSocket:
         for fd in fds:
             os.close(fd)
 
-    def wait_for(self, word: str) -> str:
-        """The next state with `word` in it, of those not waited for yet."""
+    def wait_for(self, word: str, ended: Callable[[], bool]) -> str | None:
+        """The next state with `word` in it, of those not waited for yet; None if the sender has `ended` without it."""
+        deadline_s = time.monotonic() + BOUND_S
         with self._news:
             while True:
+                no_more = ended()
                 while self._read < len(self.states):
                     self._read += 1
                     if word in self.states[self._read - 1]:
                         return self.states[self._read - 1]
-                assert self._news.wait(BOUND_S), f"not within {BOUND_S} s: {word}"
+                if no_more:
+                    return None
+                assert time.monotonic() < deadline_s, f"not within {BOUND_S} s: {word}"
+                self._news.wait(0.2)
 
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ender:
@@ -147,7 +153,11 @@ class DaemonProcess:
     def notified(self, word: str) -> str:
         """Wait until the daemon tells its manager something with `word` in it."""
         assert self.manager
-        return self.manager.wait_for(word)
+        process = self.process
+        assert process
+        state = self.manager.wait_for(word, ended=lambda: process.poll() is not None)
+        assert state is not None, f"the daemon ended without {word}: {self.log[-3000:]}"
+        return state
 
     @property
     def pid(self) -> int:
@@ -192,8 +202,12 @@ class DaemonProcess:
 
     def descriptors(self) -> list[str]:
         """What the daemon's descriptors are open on."""
-        directory = Path(f"/proc/{self.pid}/fd")
-        return [os.readlink(fd) for fd in directory.iterdir() if fd.is_symlink()]
+        found = []
+        for fd in Path(f"/proc/{self.pid}/fd").iterdir():
+            # One that has just been closed is not counted.
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(fd))
+        return found
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:

@@ -312,7 +312,7 @@ def test_without_a_manager_everything_works(make_daemon: Launcher, checkpoint: P
 def test_peers_waiting_in_the_backlog_are_served_after_the_start(make_daemon: Launcher, checkpoint: Path) -> None:
     """Whoever connects between bind and the first accept is not refused."""
     daemon = make_daemon([model("tiny", checkpoint)]).launch()
-    until(lambda: daemon.socket.exists(), "the socket is bound")
+    until(daemon.socket.exists, "the socket is bound")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early:
         until(lambda: early.connect_ex(str(daemon.socket)) == 0, "it listens")
         daemon.notified("READY=1")

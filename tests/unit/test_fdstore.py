@@ -36,6 +36,7 @@ class Set:
             generation=1,
             spec_digest="spec",
             stage="loaded",
+            skeleton="tiny",
             key=key_of({"model": str(checkpoint)}),
             segments=[SegmentRecord(len(SEGMENT), private=False)] * segments,
             storages=[],
