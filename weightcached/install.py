@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -58,9 +59,18 @@ def destinations() -> dict[Path, str]:
 
 def install(*, bin_dir: Path | None = None) -> list[Outcome]:
     """Write what is absent, update what nobody edited, keep the rest. Raises InstallError before writing anything."""
-    commands = bin_dir or Path(sysconfig.get_path("scripts"))
+    commands = bin_dir or commands_dir()
     contents = {path: _stamped(_content(name, commands)) for path, name in destinations().items()}
     return [_each(path, lambda path: Outcome(path, _write(path, contents[path]))) for path in contents]
+
+
+def commands_dir() -> Path:
+    """Where this environment's commands are: beside the running one, or where the interpreter puts scripts."""
+    # pip install --target and pipx put them elsewhere than sysconfig knows.
+    running = Path(sys.argv[0])
+    if running.name in _COMMANDS and running.is_file():
+        return running.absolute().parent
+    return Path(sysconfig.get_path("scripts"))
 
 
 def uninstall() -> list[Outcome]:

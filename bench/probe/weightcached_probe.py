@@ -1,7 +1,8 @@
 """A vLLM plug-in for benchmarks: times every load the same way, whoever's loader runs.
 
 With this directory on PYTHONPATH and WEIGHTCACHED_PROBE naming a file, every process of an engine appends one JSON
-line for each load_model(): its wall time, and the time that building the model (initialize_model) took inside it.
+line for each load phase: the wall time of load_model() and of the question for external memory before it (a loader
+may do its work there), and the time that building the model (initialize_model) took inside.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 _build_seconds = 0.0
+_query_seconds = 0.0
 _depth = 0
 
 
@@ -33,6 +35,7 @@ def register() -> None:
     def probing_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.load_model = _timed_load(self.load_model, path, type(self))
+        self.get_external_weight_memory = _timed_query(self.get_external_weight_memory)
 
     probing_init._weightcached_probe = True
     base_loader.BaseModelLoader.__init__ = probing_init
@@ -56,9 +59,22 @@ def _timed_build(build: Callable[..., Any]) -> Callable[..., Any]:
     return timed
 
 
+def _timed_query(query: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(query)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        global _query_seconds
+        began = time.perf_counter()
+        try:
+            return query(*args, **kwargs)
+        finally:
+            _query_seconds += time.perf_counter() - began
+
+    return timed
+
+
 def _timed_load(load: Callable[..., Any], path: str, loader: type) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
-        global _build_seconds, _depth
+        global _build_seconds, _query_seconds, _depth
         if _depth == 0:
             _build_seconds = 0.0
         _depth += 1
@@ -72,10 +88,12 @@ def _timed_load(load: Callable[..., Any], path: str, loader: type) -> Callable[.
         if _depth == 0:
             record = {
                 "loader": f"{loader.__module__}.{loader.__qualname__}",
-                "load_seconds": time.perf_counter() - began,
+                "load_seconds": _query_seconds + time.perf_counter() - began,
+                "query_seconds": _query_seconds,
                 "build_seconds": _build_seconds,
                 "pid": os.getpid(),
             }
+            _query_seconds = 0.0
             with open(path, "a", encoding="utf-8") as out:
                 out.write(json.dumps(record) + "\n")
         return model

@@ -50,7 +50,9 @@ class Engines:
         answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
         return answer
 
-    def tokens(self, model: Path, load_format: str = "auto", *, loader: dict[str, Any] | None = None, **engine: Any) -> Any:
+    def tokens(
+        self, model: Path, load_format: str = "auto", *, loader: dict[str, Any] | None = None, **engine: Any
+    ) -> Any:
         """Start an engine and return what it decodes."""
         if loader is not None:
             engine["model_loader_extra_config"] = loader
@@ -70,8 +72,10 @@ class Engines:
 
     def close(self) -> None:
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(ANSWER_TIMEOUT_S)
+        self.process.stdout.close()
 
 
 class Service:

@@ -219,9 +219,7 @@ def test_truncated_checkpoint_is_refused_before_vllm_is_imported(
     assert took_s < 10
 
 
-def test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made(
-    service: Service, models: dict[str, Path]
-) -> None:
+def test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made(service: Service, models: dict[str, Path]) -> None:
     engine = {"tensor_parallel_size": 2, "enforce_eager": True, "max_model_len": 256}
     disk, _ = generate(service, models["untied"], "auto", engine)
     service.manifest(entry("m", models["untied"], "cpu0", "cpu1", tensor_parallel_size=2))
@@ -237,12 +235,17 @@ def test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made(
 
 def generate(service: Service, model: Path, load_format: str, engine: dict[str, Any]) -> tuple[Any, str]:
     """One engine with its own processes, as `vllm serve` would have them: (tokens, log)."""
+    command = [sys.executable, "bench/generate.py", str(model), "--load-format", load_format]
     done = subprocess.run(
-        [
-            sys.executable, "bench/generate.py", str(model), "--load-format", load_format, "--engine", json.dumps(engine),
-        ],
-        env=service.env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT_S,
-    )  # fmt: skip
+        [*command, "--engine", json.dumps(engine)],
+        # One core for each rank: left alone, vLLM wants a NUMA node for each.
+        env=service.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=ANSWER_TIMEOUT_S,
+    )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert answers, done.stderr[-3000:]
     return json.loads(answers[0])["tokens"], done.stdout + done.stderr

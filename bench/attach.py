@@ -1,0 +1,333 @@
+"""Disk, vLLM's own preload and weightcached side by side, in one run, on one model, on one GPU.
+
+    python bench/attach.py --work /tmp/bench --json attach.json
+
+Load phases are measured by the same wrapper for all three (probe/weightcached_probe.py). bench/README.md explains the
+figures and keeps the latest table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import pynvml  # noqa: E402
+
+from bench import harness  # noqa: E402
+from bench.checkpoints import llama_config, write_checkpoint  # noqa: E402
+from weightcached.devices import list_gpus  # noqa: E402
+
+PROMPTS, TOKENS = 8, 64
+SAMPLE_INTERVAL_S = 0.05
+PRELOAD_TIMEOUT_S = 600.0
+SETTLE_S = 1.0
+SIZES = {
+    "small": {"hidden": 2048, "intermediate": 5632, "layers": 16, "heads": 16, "kv_heads": 8, "vocab": 32000},
+    "8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocab": 128256},
+    "32b": {"hidden": 5120, "intermediate": 27648, "layers": 64, "heads": 40, "kv_heads": 8, "vocab": 152064},
+}
+# vLLM's own loader for ipc_cache: our plug-in stays away, the probe measures.
+PEER_ENVIRONMENT = {"VLLM_PLUGINS": "weightcached_probe"}
+
+
+class Memory:
+    """Used bytes of one GPU, as NVML reports them, and their peak while sampling."""
+
+    def __init__(self, uuid: str) -> None:
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def used(self) -> int:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    @contextlib.contextmanager
+    def peak(self) -> Iterator[Callable[[], int]]:
+        """Sample for the time of the block; what it yields returns the peak."""
+        highest = self.used()
+        stop = threading.Event()
+
+        def sample() -> None:
+            nonlocal highest
+            while not stop.wait(SAMPLE_INTERVAL_S):
+                highest = max(highest, self.used())
+
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        try:
+            yield lambda: highest
+        finally:
+            stop.set()
+            thread.join()
+
+
+def rss_of_tree(pid: int) -> int:
+    """Resident bytes of a process and all below it."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmRSS:"):
+                total += int(line.split()[1]) * 1024
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split():
+            total += rss_of_tree(int(child))
+    return total
+
+
+@click.command()
+@click.option("--size", type=click.Choice(sorted(SIZES)), default="8b", show_default=True)
+@click.option("--model", default=None, help="Use this checkpoint instead of a random one.")
+@click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/weightcached-bench"), show_default=True)
+@click.option("--runs", default=5, show_default=True, help="Engine starts for each of the two caches.")
+@click.option("--disk-runs", default=2, show_default=True)
+@click.option("--utilization", default=0.5, show_default=True, help="gpu_memory_utilization of every engine.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write all figures there.")
+@click.option("--skip-peer", is_flag=True, help="Leave vLLM's preload out.")
+def main(
+    size: str, model: str | None, work: Path, runs: int, disk_runs: int, utilization: float, json_path: Path | None,
+    skip_peer: bool,
+) -> None:  # fmt: skip
+    """Measure loads from disk, from vLLM's preload and from weightcached."""
+    if not harness.manager_answers():
+        sys.exit(harness.again_in_private_manager())
+    work.mkdir(parents=True, exist_ok=True)
+    if model is None:
+        model = str(work / f"model-{size}")
+        if not Path(model, "config.json").exists():
+            config = llama_config(**SIZES[size], dtype="bfloat16", tied=False)  # type: ignore[arg-type]
+            write_checkpoint(Path(model), config, shards=8, device="cuda")
+    bench = Bench(model, work, utilization)
+    bench.warm_page_cache()
+    results: dict[str, Any] = {"machine": machine(), "model": model, "utilization": utilization}
+    results["disk"] = bench.disk(disk_runs)
+    if not skip_peer:
+        results["preload"] = bench.preload(runs)
+    results["weightcached"] = bench.weightcached(runs)
+    results["tokens_equal"] = bench.tokens_equal()
+    if json_path:
+        json_path.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print_table(results)
+    sys.exit(0 if results["tokens_equal"] else 1)
+
+
+class Bench:
+    """One model on the machine's first GPU."""
+
+    def __init__(self, model: str, work: Path, utilization: float) -> None:
+        self.model = model
+        self.work = work
+        self.uuid = list_gpus()[0].uuid
+        self.memory = Memory(self.uuid)
+        self.engine = {"gpu_memory_utilization": utilization, "enforce_eager": True, "max_model_len": 4096}
+        self._tokens: dict[str, Any] = {}
+
+    def warm_page_cache(self) -> None:
+        for file in Path(self.model).glob("*.safetensors"):
+            with open(file, "rb") as data:
+                while data.read(1 << 26):
+                    pass
+
+    def tokens_equal(self) -> bool:
+        return len({json.dumps(tokens) for tokens in self._tokens.values()}) == 1
+
+    def start(
+        self, name: str, load_format: str, environment: dict[str, str] | None = None, **engine: Any
+    ) -> harness.Engine:
+        """One engine; its tokens are kept for the comparison."""
+        started = harness.Engine(
+            self.model, load_format, self.engine | engine, self.work / f"engine-{name}.log", prompts=PROMPTS,
+            tokens=TOKENS, environment=environment,
+        )  # fmt: skip
+        self._tokens[name] = started.first["tokens"]
+        return started
+
+    def measure(
+        self, name: str, runs: int, load_format: str, environment: dict[str, str] | None = None, **engine: Any
+    ) -> dict[str, Any]:
+        """Start `runs` engines one after the other."""
+        figures: dict[str, Any] = {"load_s": [], "load_minus_build_s": [], "first_token_s": []}
+        for run in range(runs):
+            with self.start(f"{name}-{run}", load_format, environment, **engine) as started:
+                figures["load_s"].append(started.load_seconds)
+                figures["load_minus_build_s"].append(started.load_seconds - started.build_seconds)
+                figures["first_token_s"].append(started.first["start_seconds"])
+                figures["kv_blocks"] = started.first["kv_blocks"]
+                figures["loader"] = started.first["loads"][-1]["loader"]
+        return figures
+
+    def disk(self, runs: int) -> dict[str, Any]:
+        return self.measure("disk", runs, "auto", PEER_ENVIRONMENT)
+
+    def preload(self, runs: int) -> dict[str, Any]:
+        before = self.memory.used()
+        sockets = self.work / "preload-sockets"
+        sockets.mkdir(mode=0o700, exist_ok=True)
+        began = time.monotonic()
+        with self.memory.peak() as peak:
+            daemon = self._start_preload(sockets)
+            ready_s = time.monotonic() - began
+        figures: dict[str, Any] = {"ready_s": ready_s, "peak_bytes": peak() - before}
+        try:
+            time.sleep(SETTLE_S)
+            figures["held_bytes"] = self.memory.used() - before
+            figures["rss_bytes"] = rss_of_tree(daemon.pid)
+            options = {"socket_dir": str(sockets), "fallback": False}
+            figures |= self.measure("preload", runs, "ipc_cache", PEER_ENVIRONMENT, model_loader_extra_config=options)
+            for child in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text(encoding="utf-8").split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(child), signal.SIGKILL)
+            began = time.monotonic()
+            daemon.kill()
+            daemon.wait()
+            self._wait_until_free(before)
+            daemon = self._start_preload(sockets)
+            figures["ready_after_kill_s"] = time.monotonic() - began
+        finally:
+            daemon.terminate()
+            daemon.wait()
+            self._wait_until_free(before)
+        return figures
+
+    def _start_preload(self, sockets: Path) -> subprocess.Popen[str]:
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "preload", "--model", self.model,
+            "--skip-tokenizer-init", "--weight-cache-socket-dir", str(sockets),
+        ]  # fmt: skip
+        env = harness.ENGINE_ENVIRONMENT | dict(os.environ) | PEER_ENVIRONMENT
+        log = self.work / "preload.log"
+        with open(log, "w", encoding="utf-8") as out:
+            daemon = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=env)
+        deadline = time.monotonic() + PRELOAD_TIMEOUT_S
+        # Its launcher says so once every rank listens.
+        while "Weight cache daemon READY" not in log.read_text(encoding="utf-8", errors="replace"):
+            if daemon.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"vllm preload did not come up: {log.read_text(encoding='utf-8')[-3000:]}")
+            time.sleep(0.02)
+        return daemon
+
+    def _wait_until_free(self, nbytes: int) -> None:
+        deadline = time.monotonic() + 30.0
+        while self.memory.used() > nbytes + (64 << 20) and time.monotonic() < deadline:
+            time.sleep(SAMPLE_INTERVAL_S)
+
+    def weightcached(self, runs: int) -> dict[str, Any]:
+        before = self.memory.used()
+        with harness.unit(self.uuid, self.work, self.model, {}) as unit:
+            with self.memory.peak() as peak:
+                ready_s = unit.start()
+            time.sleep(SETTLE_S)
+            index = unit.index()
+            figures: dict[str, Any] = {
+                "ready_s": ready_s,
+                "peak_bytes": peak() - before,
+                "weight_bytes": sum(storage.nbytes for storage in index.storages),
+                "held_bytes": self.memory.used() - before,
+                "rss_bytes": rss_of_tree(unit.pid),
+                "tensors": len(index.tensors),
+                "phases_s": index.load.phases,
+            }
+            options = {"socket_dir": str(unit.socket_dir), "fallback": False}
+            figures |= self.measure("weightcached", runs, "ipc_cache", model_loader_extra_config=options)
+            figures |= self._crash(unit, options)
+        self._wait_until_free(before)
+        figures["left_bytes_after_stop"] = self.memory.used() - before
+        return figures
+
+    def _crash(self, unit: harness.Unit, options: dict[str, Any]) -> dict[str, Any]:
+        """Kill the daemon under a serving engine: 200 more requests, the next attach, the rejoin."""
+        with self.start("serving", "ipc_cache", model_loader_extra_config=options) as serving:
+            killed_at, ready_s = unit.kill()
+            expected = serving.first["tokens"]
+            same = all(serving.again() == expected for _ in range(200 // PROMPTS))
+            rejoined = [engine.pid for cache in unit.status().caches for engine in cache.engines]
+            with self.start("adopted", "ipc_cache", model_loader_extra_config=options) as adopted:
+                load_s = adopted.load_seconds
+                two_at_once = serving.again() == expected
+        return {
+            "ready_after_kill_s": ready_s,
+            "checkpoint_bytes_after_kill": unit.bytes_read_since(killed_at),
+            "requests_after_kill": 200,
+            "requests_after_kill_equal": same,
+            "rejoined": len(rejoined) == 1,
+            "load_after_adoption_s": load_s,
+            "two_engines_at_once_equal": two_at_once,
+        }
+
+
+def machine() -> dict[str, str]:
+    """GPU, driver, versions and date."""
+    import torch
+    import vllm
+
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "driver": str(pynvml.nvmlSystemGetDriverVersion()) if _initialised() else "",
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "kernel": os.uname().release,
+        "cores": str(os.cpu_count()),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _initialised() -> bool:
+    pynvml.nvmlInit()
+    return True
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """All figures, and each one's ratio to the two others."""
+    columns = [name for name in ("disk", "preload", "weightcached") if name in results]
+    click.echo(json.dumps(results["machine"]))
+    click.echo(f"{'':<44}" + "".join(f"{name:>16}" for name in columns) + f"{'of preload':>12}{'of disk':>10}")
+    gib, mib = 1 << 30, 1 << 20
+    weights = results["weightcached"]["weight_bytes"]
+    rows: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
+        ("load phase, median of the runs, s", lambda r: statistics.median(r["load_s"])),
+        ("load phase, slowest run, s", lambda r: max(r["load_s"])),
+        ("load phase minus meta build, median, s", lambda r: statistics.median(r["load_minus_build_s"])),
+        ("process start to first tokens, median, s", lambda r: statistics.median(r["first_token_s"])),
+        ("KV blocks", lambda r: r["kv_blocks"]),
+        ("daemon start to ready, s", lambda r: r["ready_s"]),
+        ("ready again after kill -9, s", lambda r: r["ready_after_kill_s"]),
+        ("GPU memory beside the weights, MiB", lambda r: (r["held_bytes"] - weights) / mib),
+        ("peak GPU memory while loading, GiB", lambda r: r["peak_bytes"] / gib),
+        ("daemon RSS, MiB", lambda r: r["rss_bytes"] / mib),
+    ]
+    for label, value in rows:
+        cells: dict[str, float] = {}
+        for name in columns:
+            with contextlib.suppress(KeyError):
+                cells[name] = value(results[name])
+        line = "".join(f"{cells[name]:>16.3f}" if name in cells else f"{'-':>16}" for name in columns)
+        click.echo(f"{label:<44}{line}{_ratio(cells, 'preload'):>12}{_ratio(cells, 'disk'):>10}")
+    ours = results["weightcached"]
+    for name in (
+        "tensors", "checkpoint_bytes_after_kill", "requests_after_kill_equal", "rejoined", "load_after_adoption_s",
+        "two_engines_at_once_equal", "left_bytes_after_stop", "phases_s",
+    ):  # fmt: skip
+        click.echo(f"{name}: {ours[name]}")
+    click.echo(f"tokens equal ({PROMPTS} prompts x {TOKENS}): {'yes' if results['tokens_equal'] else 'no'}")
+
+
+def _ratio(cells: dict[str, float], other: str) -> str:
+    if other not in cells or "weightcached" not in cells or not cells[other]:
+        return "-"
+    return f"{cells['weightcached'] / cells[other]:.2f}"
+
+
+if __name__ == "__main__":
+    main()
