@@ -29,7 +29,15 @@ from weightcached.job import LoaderJob, decode_job
 from weightcached.segments.layout import ALIGN_BYTES, align_up
 from weightcached.wire.fds import OwnedFd, sealed_memfd
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
-from weightcached.wire.messages import Descriptors, LoaderFailed, LoaderIndex, LoaderKey, LoaderProgress, Message, encode
+from weightcached.wire.messages import (
+    Descriptors,
+    LoaderFailed,
+    LoaderIndex,
+    LoaderKey,
+    LoaderProgress,
+    Message,
+    encode,
+)
 
 
 class Child:
