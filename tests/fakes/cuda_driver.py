@@ -525,7 +525,11 @@ class FakeDriver:
             address, nbytes = address + part, nbytes - part
 
     def _internal_fds(self) -> set[int]:
-        memory = [*self._handles.values(), *self._mappings.values(), *self._blocks.values()]
+        memory: list[_Handle | _Mapping] = [
+            *self._handles.values(),
+            *self._mappings.values(),
+            *self._blocks.values(),
+        ]
         return {held.fd for held in memory}
 
     def _all_internal_fds(self) -> set[int]:
