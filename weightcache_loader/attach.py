@@ -79,7 +79,14 @@ def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
         if end > storage.nbytes():
             raise IndexFormatError(f"tensor {record.names[0]} reaches to byte {end} of a storage of {storage.nbytes()}")
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, record.storage_offset, record.shape, record.stride)
+    try:
+        return empty.set_(storage, record.storage_offset, record.shape, record.stride)
+    except (RuntimeError, TypeError, ValueError) as e:
+        # Numbers beyond 64 bits with a sign, in a tensor without elements.
+        raise IndexFormatError(
+            f"tensor {record.names[0]}: torch cannot count shape {record.shape}, stride {record.stride}, "
+            f"offset {record.storage_offset}"
+        ) from e
 
 
 def skeleton_of(model: nn.Module) -> str:
