@@ -124,10 +124,11 @@ class Binder:
         self._bind_all(may_be_absent=True)
         run_hooks()
         self._bind_all(may_be_absent=False)
-        self._remove_unknown()
+        # Values first: a parameter that is None keeps its place in the module's registry that way.
         for plan in self._index.modules:
             for path, raw in plan.values.items():
                 self._set_value(path, raw)
+        self._remove_unknown()
         self._check()
 
     def _bind_all(self, *, may_be_absent: bool) -> None:
@@ -175,12 +176,16 @@ class Binder:
         if isinstance(owner, tuple):
             raise UnsupportedQuantForIPCError(f"{path}: a value inside a tuple cannot be replaced")
         value = decode_value(raw)
-        if isinstance(owner, nn.Module) and value is None and leaf in owner._parameters.keys() | owner._buffers.keys():
-            (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = None
-        elif isinstance(owner, list | dict):
+        if isinstance(owner, list | dict):
             owner[leaf] = value
-        else:
-            object.__setattr__(owner, leaf, value)
+            return
+        if isinstance(owner, nn.Module):
+            for registry in (owner._parameters, owner._buffers):
+                if value is None and leaf in registry:
+                    registry[leaf] = None
+                    return
+            remove(owner, leaf)
+        object.__setattr__(owner, leaf, value)
 
     def _check(self) -> None:
         for slot in tensors(self._model):
