@@ -7,6 +7,7 @@ an error, never uninitialised memory.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 from collections.abc import Callable, Iterable
@@ -19,10 +20,13 @@ from torch import nn
 from weightcache_loader.values import decode_value
 from weightcache_loader.walk import TensorSlot, tensors, type_name, walk
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
-from weightcached.index import TensorIndex, TensorRecord
+from weightcached.index import Kind, TensorIndex, TensorRecord
 from weightcached.segments.api import Mapping, PrivateCopy
 
-_PATH_TOKEN = re.compile(r"\[(-?\d+|'(?:[^'\\]|\\.)*')\]|([^.\[\]]+)")
+# A key in brackets, as repr() writes an integer or a string, or a name.
+_PATH_TOKEN = re.compile(r"""\[(-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]|([^.\[\]]+)""")
+# What following a path raises where something on the way is not there.
+NOT_THERE = (AttributeError, LookupError, TypeError)
 
 
 class Storages:
@@ -71,12 +75,18 @@ def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
     storage = storages.get(record.storage, on_host=record.on_host)
     if 0 not in record.shape:
         last = record.storage_offset + sum((n - 1) * step for n, step in zip(record.shape, record.stride, strict=True))
-        if (last + 1) * dtype.itemsize > storage.nbytes():
-            raise IndexFormatError(
-                f"tensor {record.names[0]} reaches to byte {(last + 1) * dtype.itemsize} of a storage of {storage.nbytes()}"
-            )
+        end = (last + 1) * dtype.itemsize
+        if end > storage.nbytes():
+            raise IndexFormatError(f"tensor {record.names[0]} reaches to byte {end} of a storage of {storage.nbytes()}")
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, record.storage_offset, record.shape, record.stride)
+    try:
+        return empty.set_(storage, record.storage_offset, record.shape, record.stride)
+    except (RuntimeError, TypeError, ValueError) as e:
+        # Numbers beyond 64 bits with a sign, in a tensor without elements.
+        raise IndexFormatError(
+            f"tensor {record.names[0]}: torch cannot count shape {record.shape}, stride {record.stride}, "
+            f"offset {record.storage_offset}"
+        ) from e
 
 
 def skeleton_of(model: nn.Module) -> str:
@@ -114,10 +124,11 @@ class Binder:
         self._bind_all(may_be_absent=True)
         run_hooks()
         self._bind_all(may_be_absent=False)
-        self._remove_unknown()
+        # Values first: a parameter that is None keeps its place in the module's registry that way.
         for plan in self._index.modules:
             for path, raw in plan.values.items():
                 self._set_value(path, raw)
+        self._remove_unknown()
         self._check()
 
     def _bind_all(self, *, may_be_absent: bool) -> None:
@@ -126,14 +137,15 @@ class Binder:
             for name in record.names:
                 try:
                     owner, leaf = resolve_owner(self._model, name)
-                except (AttributeError, KeyError, IndexError) as e:
+                    there = current(owner, leaf)
+                except NOT_THERE as e:
                     if may_be_absent:
                         continue
                     raise UnsupportedQuantForIPCError(f"{name}: nothing here to hang the tensor on ({e})") from e
                 if tensor is None:
-                    tensor = self._bound[record.names[0]] = self._make(record, current(owner, leaf))
-                if current(owner, leaf) is not tensor:
-                    hang(owner, leaf, tensor, record)
+                    tensor = self._bound[record.names[0]] = self._make(record, there)
+                if there is not tensor:
+                    hang(owner, leaf, tensor, record, name)
 
     def _make(self, record: TensorRecord, template: Any) -> torch.Tensor:
         tensor = tensor_of(record, self._storages)
@@ -159,15 +171,21 @@ class Binder:
     def _set_value(self, path: str, raw: msgspec.Raw) -> None:
         try:
             owner, leaf = resolve_owner(self._model, path)
-        except (AttributeError, KeyError, IndexError) as e:
+        except NOT_THERE as e:
             raise UnsupportedQuantForIPCError(f"{path}: nothing here to set the value on ({e})") from e
+        if isinstance(owner, tuple):
+            raise UnsupportedQuantForIPCError(f"{path}: a value inside a tuple cannot be replaced")
         value = decode_value(raw)
-        if isinstance(owner, nn.Module) and value is None and leaf in owner._parameters.keys() | owner._buffers.keys():
-            (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = None
-        elif isinstance(owner, list | dict):
+        if isinstance(owner, list | dict):
             owner[leaf] = value
-        else:
-            object.__setattr__(owner, leaf, value)
+            return
+        if isinstance(owner, nn.Module):
+            for registry in (owner._parameters, owner._buffers):
+                if value is None and leaf in registry:
+                    registry[leaf] = None
+                    return
+            remove(owner, leaf)
+        object.__setattr__(owner, leaf, value)
 
     def _check(self) -> None:
         for slot in tensors(self._model):
@@ -185,38 +203,18 @@ def resolve_owner(model: nn.Module, path: str) -> tuple[Any, Any]:
     head, _, leaf = path.rpartition(".")
     if "[" not in path:
         # By far the most paths, and thousands of them.
-        return (model.get_submodule(head), leaf) if _is_module_path(model, head) else (_follow(model, head), leaf)
-    *steps, last = _steps(path)
+        steps: list[Any] = head.split(".") if head else []
+    else:
+        *steps, leaf = _steps(path)
     owner: Any = model
     for step in steps:
         owner = _step(owner, step)
-    return owner, last
-
-
-def _is_module_path(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
-def _follow(model: nn.Module, path: str) -> Any:
-    owner: Any = model
-    for step in path.split("."):
-        owner = _step(owner, step)
-    return owner
+    return owner, leaf
 
 
 def _steps(path: str) -> list[Any]:
-    steps: list[Any] = []
-    for match in _PATH_TOKEN.finditer(path):
-        key, name = match.groups()
-        if name is not None:
-            steps.append(name)
-        else:
-            steps.append(int(key) if not key.startswith("'") else key[1:-1].encode().decode("unicode_escape"))
-    return steps
+    found = [match.groups() for match in _PATH_TOKEN.finditer(path)]
+    return [name if name is not None else ast.literal_eval(key) for key, name in found]
 
 
 def _step(owner: Any, step: Any) -> Any:
@@ -224,7 +222,7 @@ def _step(owner: Any, step: Any) -> Any:
 
 
 def current(owner: Any, leaf: Any) -> Any:
-    """What hangs there now, or None."""
+    """What hangs there now, or None. Raises IndexError past the end of a list or tuple."""
     if isinstance(owner, list | tuple):
         return owner[leaf]
     if isinstance(owner, dict):
@@ -232,23 +230,34 @@ def current(owner: Any, leaf: Any) -> Any:
     return getattr(owner, leaf, None)
 
 
-def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord) -> None:
-    """Put the tensor there as the record's kind. Raises UnsupportedQuantForIPCError for an owner that cannot take it."""
+def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name: str) -> None:
+    """Put the tensor there, under that name of the record. Raises UnsupportedQuantForIPCError where that cannot be."""
     if isinstance(owner, tuple):
-        raise UnsupportedQuantForIPCError(f"{record.names[0]}: a tensor inside a tuple cannot be replaced")
+        raise UnsupportedQuantForIPCError(f"{name}: a tensor inside a tuple cannot be replaced")
     if isinstance(owner, list | dict):
         owner[leaf] = tensor
         return
     if not isinstance(owner, nn.Module):
         object.__setattr__(owner, leaf, tensor)
         return
-    remove(owner, leaf)
-    if record.kind == "parameter":
-        owner._parameters[leaf] = tensor
-    elif record.kind == "buffer":
-        owner.register_buffer(leaf, tensor, persistent=record.persistent)
-    else:
-        owner.__dict__[leaf] = tensor
+    kinds: dict[Kind, dict[str, Any]] = {
+        "parameter": owner._parameters,
+        "buffer": owner._buffers,
+        "attribute": owner.__dict__,
+    }
+    kind, persistent = record.kind, record.persistent
+    if name != record.names[0]:
+        # The record tells of its first name; a buffer may hang in another module as an attribute of that.
+        kind = next((k for k, registry in kinds.items() if leaf in registry), kind)
+        persistent = leaf not in owner._non_persistent_buffers_set
+    for other, registry in kinds.items():
+        if other != kind:
+            registry.pop(leaf, None)
+    # In place, so that the order of a module's parameters stays.
+    kinds[kind][leaf] = tensor
+    owner._non_persistent_buffers_set.discard(leaf)
+    if kind == "buffer" and not persistent:
+        owner._non_persistent_buffers_set.add(leaf)
 
 
 def remove(owner: Any, leaf: Any) -> None:

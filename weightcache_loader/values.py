@@ -26,6 +26,9 @@ class NotAValue(Exception):
 def to_wire(value: Any) -> Any:
     """The value as msgpack-able data. Raises NotAValue."""
     if isinstance(value, enum.Enum):
+        if value.name not in type(value).__members__:
+            # A combination of flags has no member to look up.
+            raise NotAValue(repr(value))
         return {"$enum": [type(value).__module__, type(value).__qualname__, value.name]}
     if type(value) in _Scalar:
         return value
@@ -45,7 +48,7 @@ def _container_to_wire(value: Any) -> Any:
     if kind is list:
         return {"$list": [to_wire(v) for v in value]}
     if kind in (set, frozenset):
-        return {"$set": sorted((to_wire(v) for v in value), key=repr)}
+        return {"$set" if kind is set else "$frozenset": sorted((to_wire(v) for v in value), key=repr)}
     if kind is dict:
         return {"$dict": [[to_wire(k), to_wire(v)] for k, v in value.items()]}
     raise NotAValue(f"{kind.__module__}.{kind.__qualname__}")
@@ -63,7 +66,7 @@ def from_wire(data: Any) -> Any:
         raise IndexFormatError(f"typed value has the unknown tag {tag!r}: known are {', '.join(sorted(_DECODERS))}")
     try:
         return decode(body)
-    except (TypeError, ValueError, AttributeError, KeyError, ImportError) as e:
+    except (TypeError, ValueError, LookupError, AttributeError, ImportError, ArithmeticError, RuntimeError) as e:
         raise IndexFormatError(f"typed value {tag} {body!r}: {e}") from e
 
 
@@ -100,6 +103,7 @@ _DECODERS: dict[str, Any] = {
     "$size": lambda body: torch.Size(from_wire(v) for v in body),
     "$list": lambda body: [from_wire(v) for v in body],
     "$set": lambda body: {from_wire(v) for v in body},
+    "$frozenset": lambda body: frozenset(from_wire(v) for v in body),
     "$dict": lambda body: {from_wire(k): from_wire(v) for k, v in body},
 }
 
@@ -111,4 +115,8 @@ def encode_value(value: Any) -> msgspec.Raw:
 
 def decode_value(raw: msgspec.Raw) -> Any:
     """The value back. Raises IndexFormatError."""
-    return from_wire(msgspec.msgpack.decode(raw))
+    try:
+        data = msgspec.msgpack.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as e:
+        raise IndexFormatError(f"typed value does not decode: {e}") from e
+    return from_wire(data)

@@ -69,11 +69,19 @@ Slot = TensorSlot | ValueSlot
 def walk(model: nn.Module) -> Iterator[Slot]:
     """Every slot of the model, modules in torch's order, tied names included."""
     seen: set[int] = {id(module) for module in model.modules()}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in _named_modules("", model, ()):
         yield from _registered(name, module)
     for name, module in model.named_modules():
         yield ValueSlot(name or "<root>", {"$type": type_name(type(module))}, restorable=False)
         yield from _attributes(name, vars(module), seen, in_module=True)
+
+
+def _named_modules(prefix: str, module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    # torch's own with remove_duplicate=False has tied modules under each name too, but never ends in a cycle.
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and child is not module and child not in above:
+            yield from _named_modules(join(prefix, name), child, (*above, module))
 
 
 def tensors(model: nn.Module) -> Iterator[TensorSlot]:
@@ -147,8 +155,11 @@ def _foreign_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[Sl
         return
     seen.update(id(m) for m in module.modules())
     for name, child in module.named_modules():
-        yield from _registered(join(path, name) if name else path, child)
-        yield from _attributes(join(path, name) if name else path, vars(child), seen, in_module=True)
+        here = join(path, name) if name else path
+        if child is not module:
+            yield ValueSlot(here, {"$type": type_name(type(child))}, restorable=False)
+        yield from _registered(here, child)
+        yield from _attributes(here, vars(child), seen, in_module=True)
 
 
 def is_plain(value: Any) -> bool:

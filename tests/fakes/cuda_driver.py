@@ -9,6 +9,7 @@ come back as cuda.bindings gives them: a tuple of CUresult and objects that int(
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import os
@@ -135,13 +136,17 @@ class FakeGpu:
 
 
 class Live(NamedTuple):
-    """What exists now. descriptors are this process's open exported ones; contexts are retained references."""
+    """What exists now. descriptors are this process's open exported ones; contexts are retained references.
+
+    blocks are what torch's allocator holds.
+    """
 
     handles: int
     mappings: int
     reservations: int
     descriptors: int
     contexts: int
+    blocks: int = 0
 
 
 class IllegalAddress(Exception):
@@ -218,6 +223,7 @@ class FakeDriver:
         self._dead = False
         self._handles: dict[int, _Handle] = {}
         self._mappings: dict[int, _Mapping] = {}
+        self._blocks: dict[int, _Mapping] = {}
         self._reservations: dict[int, int] = {}
         self._retained: Counter[int] = Counter()
         self._running: list[tuple[int, int]] = []
@@ -242,6 +248,7 @@ class FakeDriver:
             reservations=len(self._reservations),
             descriptors=len(_allocation_fds() - self._all_internal_fds()),
             contexts=self._retained.total(),
+            blocks=len(self._blocks),
         )
 
     def current_context(self) -> int:
@@ -263,6 +270,20 @@ class FakeDriver:
             os.pwrite(fd, view[:nbytes], offset)
             view = view[nbytes:]
 
+    def torch_allocate(self, nbytes: int, ordinal: int) -> int:
+        """Let torch's allocator take memory, readable and writable; returns its address."""
+        fd = os.memfd_create(f"{_MEMFD_NAME}{self.gpus[ordinal].uuid}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        address = self._take_addresses(nbytes)
+        read_write = CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._blocks[address] = _Mapping(address, nbytes, fd, offset=0, access=read_write)
+        return address
+
+    def torch_free(self, address: int) -> None:
+        """Let torch's allocator give memory back; nothing happens after die()."""
+        if (block := self._blocks.pop(address, None)) is not None:
+            os.close(block.fd)
+
     def die(self) -> None:
         """End like a killed process: everything but exported descriptors is gone, calls are too late."""
         self._dead = True
@@ -270,6 +291,7 @@ class FakeDriver:
             os.close(fd)
         self._handles.clear()
         self._mappings.clear()
+        self._blocks.clear()
         self._reservations.clear()
         self._retained.clear()
 
@@ -390,10 +412,8 @@ class FakeDriver:
     def cuMemAddressReserve(self, nbytes: int, alignment: int, hint: int, flags: int) -> Opaque:
         _require(flags == 0 and nbytes > 0 and nbytes % self.granularity == 0)
         _require(alignment == 0 or alignment.bit_count() == 1)
-        address = self._next_address
+        address = self._take_addresses(nbytes)
         self._reservations[address] = nbytes
-        # A gap, so that running over the end of one range is never running into the next.
-        self._next_address += nbytes + self.granularity
         return Opaque(address)
 
     @_call(context=True, values=0)
@@ -434,7 +454,23 @@ class FakeDriver:
             for mapping in inside:
                 mapping.access = descriptor.flags
 
+    @_call(context=True, values=0)
+    def cuMemcpyDtoH(self, target: int, source: Any, nbytes: int) -> None:
+        _require(target != 0 or nbytes == 0)
+        try:
+            data = self.read(int(source), nbytes)
+        except IllegalAddress as e:
+            # The copy engine is told the range before it starts: no kernel faults, the context stays whole.
+            raise _Error(CUresult.CUDA_ERROR_INVALID_VALUE) from e
+        ctypes.memmove(target, data, nbytes)
+
     # ---- inside
+
+    def _take_addresses(self, nbytes: int) -> int:
+        address = self._next_address
+        # A gap, so that running over the end of one range is never running into the next.
+        self._next_address += (-(-nbytes // self.granularity) + 1) * self.granularity
+        return address
 
     def _enter(self, name: str, *, initialised: bool, context: bool) -> None:
         self.calls.append(name)
@@ -480,7 +516,8 @@ class FakeDriver:
 
     def _touched(self, address: int, nbytes: int, access: int) -> Iterator[tuple[int, int, int]]:
         while nbytes:
-            mapping = next((m for m in self._mappings.values() if m.address <= address < m.end), None)
+            memory = [*self._mappings.values(), *self._blocks.values()]
+            mapping = next((m for m in memory if m.address <= address < m.end), None)
             if mapping is None or not mapping.access & access:
                 raise IllegalAddress(f"{address:#x}")
             part = min(nbytes, mapping.end - address)
@@ -488,7 +525,12 @@ class FakeDriver:
             address, nbytes = address + part, nbytes - part
 
     def _internal_fds(self) -> set[int]:
-        return {handle.fd for handle in self._handles.values()} | {m.fd for m in self._mappings.values()}
+        memory: list[_Handle | _Mapping] = [
+            *self._handles.values(),
+            *self._mappings.values(),
+            *self._blocks.values(),
+        ]
+        return {held.fd for held in memory}
 
     def _all_internal_fds(self) -> set[int]:
         return set().union(*(driver._internal_fds() for driver in self.instances))
@@ -501,11 +543,30 @@ class FakeDriver:
 
 class DeviceArrayLike(Protocol):
     @property
-    def mapped(self) -> object: ...
+    def owner(self) -> object: ...
     @property
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def ordinal(self) -> int: ...
+
+
+class TorchMemory:
+    """Memory of torch's allocator, given back when nothing refers to it any more. Its own DeviceArrayLike."""
+
+    def __init__(self, driver: FakeDriver, nbytes: int, ordinal: int) -> None:
+        self._driver = driver
+        self.nbytes = nbytes
+        self.ordinal = ordinal
+        self.address = driver.torch_allocate(nbytes, ordinal)
+
+    @property
+    def owner(self) -> object:
+        return self
+
+    def __del__(self) -> None:
+        self._driver.torch_free(self.address)
 
 
 class FakeTensor:
@@ -526,10 +587,19 @@ class FakeTensor:
     @property
     def owner(self) -> object:
         """What keeps the memory mapped."""
-        return self._array.mapped
+        return self._array.owner
+
+    def data_ptr(self) -> int:
+        return self.address
 
     def view(self) -> FakeTensor:
         return FakeTensor(self._driver, self._array)
+
+    def clone(self) -> FakeTensor:
+        """The same bytes in memory of torch's allocator."""
+        copy = FakeTensor(self._driver, TorchMemory(self._driver, self.nbytes, self._array.ordinal))
+        copy.write(self.read())
+        return copy
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ class Child:
             generation=job.generation + 7 if self.fault == "wrong-generation" else job.generation,
             spec_digest=job.spec_digest,
             stage="loaded",
-            skeleton="tiny",
+            skeleton="",
             key=key_of(job.engine, role=job.role, rank=job.rank),
             segments=[SegmentRecord(len(piece), private=False) for piece in pieces],
             storages=[

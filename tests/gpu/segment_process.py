@@ -2,6 +2,7 @@
 
 create   make, fill and publish segments, send their descriptors, then wait to be killed
 check    receive descriptors, map them, compare the content; answers as JSON
+read     receive descriptors, map them, read both ends of each segment without torch; answers as JSON
 write    receive descriptors, map them, let the driver and then a kernel write to them; should not survive that
 """
 
@@ -11,15 +12,21 @@ import json
 import socket
 import sys
 import time
-
-import torch
+from typing import TYPE_CHECKING
 
 from weightcached.segments.cuda import CudaBackend
 from weightcached.wire.fds import OwnedFd
 
+if TYPE_CHECKING:
+    import torch
+
+END_NBYTES = 4096
+
 
 def pattern(segment: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """What the tests fill a segment with: uint8, shape (nbytes,)."""
+    import torch
+
     return torch.arange(nbytes // 4, dtype=torch.int32, device=device).add_(segment * 7919).view(torch.uint8)
 
 
@@ -36,20 +43,32 @@ def create(sock: socket.socket, backend: CudaBackend, sizes: list[int]) -> None:
 
 
 def check(sock: socket.socket, backend: CudaBackend, sizes: list[int]) -> None:
+    import torch
+
     fds = received(sock, len(sizes))
     started = time.perf_counter()
     mapping = backend.map(fds, sizes)
     mapped_s = time.perf_counter() - started
-    tensors = [mapping.tensor(number) for number in range(len(sizes))]
+    tensors = [mapping.view(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
     equal = [torch.equal(tensor, pattern(n, tensor.numel(), tensor.device)) for n, tensor in enumerate(tensors)]
     sock.sendall(json.dumps({"equal": equal, "mapped_s": mapped_s}).encode())
 
 
+def read(sock: socket.socket, backend: CudaBackend, sizes: list[int]) -> None:
+    mapping = backend.map(received(sock, len(sizes)), sizes)
+    ends = [
+        [mapping.read(number, at, END_NBYTES).hex() for at in (0, nbytes - END_NBYTES)]
+        for number, nbytes in enumerate(sizes)
+    ]
+    sock.sendall(json.dumps({"ends": ends, "torch": "torch" in sys.modules}).encode())
+
+
 def write(sock: socket.socket, backend: CudaBackend, sizes: list[int]) -> None:
+    import torch
     from cuda.bindings import driver
 
     mapping = backend.map(received(sock, len(sizes)), sizes)
-    tensor = mapping.tensor(0)
+    tensor = mapping.view(0, 0, sizes[0])
     writable = torch.zeros(4096, dtype=torch.uint8, device=tensor.device)
     results = [driver.cuMemsetD8(target.data_ptr(), 7, 4096)[0].name for target in (writable, tensor)]
     sock.sendall(json.dumps({"memset": results}).encode())
@@ -66,7 +85,7 @@ def main() -> None:
     with socket.socket(fileno=int(socket_fd)) as sock:
         # Before torch has touched CUDA: no context is current yet.
         backend = CudaBackend(gpu_uuid)
-        {"create": create, "check": check, "write": write}[mode](sock, backend, json.loads(sizes))
+        {"create": create, "check": check, "read": read, "write": write}[mode](sock, backend, json.loads(sizes))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from segment_process import pattern
+from segment_process import END_NBYTES, pattern
 
 from weightcached import devices
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
@@ -78,6 +78,10 @@ def published(backend: CudaBackend, *sizes: int, fill: bool = True) -> list[Owne
             del tensor
         fds.append(segment.publish())
     return fds
+
+
+def pattern_bytes(segment: int, nbytes: int, start: int, end: int) -> bytes:
+    return bytes(pattern(segment, nbytes, torch.device("cpu"))[start:end].tolist())
 
 
 def has_pattern(tensor: torch.Tensor, segment: int) -> bool:
@@ -142,7 +146,7 @@ def test_memory_survives_kill_9_of_its_creator(backend: CudaBackend) -> None:
     wait_until_free(backend, before - sum(sizes))
     assert settled_free_bytes(backend) <= before - sum(sizes) + NOISE_NBYTES
     mapping = backend.map(owned, sizes)
-    assert [has_pattern(mapping.tensor(number), number) for number in range(2)] == [True, True]
+    assert [has_pattern(mapping.view(number, 0, nbytes), number) for number, nbytes in enumerate(sizes)] == [True, True]
     mapping.close()
 
 
@@ -158,8 +162,24 @@ def test_writing_to_mapped_memory_fails_loudly_and_changes_nothing(backend: Cuda
         stderr = process.communicate(timeout=CHILD_TIMEOUT_S)[1]
     assert process.returncode != 0
     assert "illegal memory access" in stderr
-    assert has_pattern(mapping.tensor(0), 0)
+    assert has_pattern(mapping.view(0, 0, 64 * MIB), 0)
     fd.close()
+
+
+def test_process_without_torch_reads_the_bytes(backend: CudaBackend) -> None:
+    sizes = [64 * MIB, 2 * MIB]
+    fds = published(backend, *sizes)
+    with other_process("read", backend.device, sizes) as (process, sock):
+        socket.send_fds(sock, [b"."], [fd.fileno() for fd in fds])
+        found = answer(process, sock)
+        assert process.wait(CHILD_TIMEOUT_S) == 0
+    for fd in fds:
+        fd.close()
+    assert found["ends"] == [
+        [pattern_bytes(n, size, start, start + END_NBYTES).hex() for start in (0, size - END_NBYTES)]
+        for n, size in enumerate(sizes)
+    ]
+    assert found["torch"] is False
 
 
 # ---- torch over mapped memory
@@ -174,32 +194,95 @@ def mapping(backend: CudaBackend) -> Iterator[CudaMapping]:
     mapping.close()
 
 
-def test_tensors_are_the_mapped_memory_itself(mapping: CudaMapping) -> None:
-    first, second, whole = mapping.tensor(0), mapping.tensor(1), mapping.whole()
+def test_views_are_the_mapped_memory_itself(mapping: CudaMapping) -> None:
+    first, second = mapping.view(0, 0, 64 * MIB), mapping.view(1, 0, 32 * MIB)
     assert (first.dtype, first.device, first.shape) == (torch.uint8, torch.device("cuda", 0), (64 * MIB,))
-    assert second.data_ptr() == first.data_ptr() + 64 * MIB == whole.data_ptr() + mapping.segment_offset(1)
-    assert [tensor.storage_offset() for tensor in (first, second, whole)] == [0, 0, 0]
-    assert whole.untyped_storage().nbytes() == 96 * MIB
+    assert second.data_ptr() == first.data_ptr() + 64 * MIB
     assert has_pattern(first, 0)
     assert has_pattern(second, 1)
-    assert has_pattern(whole[mapping.segment_offset(1) :], 1)
 
 
-def test_taking_tensors_allocates_nothing(backend: CudaBackend, mapping: CudaMapping) -> None:
+def test_each_view_has_a_storage_of_its_own(mapping: CudaMapping) -> None:
+    views = [mapping.view(0, offset, 512) for offset in (0, 512, 512)]
+    storages = [view.untyped_storage() for view in views]
+    assert [storage.data_ptr() - storages[0].data_ptr() for storage in storages] == [0, 512, 512]
+    assert [storage.nbytes() for storage in storages] == [512] * 3
+    assert [view.storage_offset() for view in views] == [0] * 3
+    assert len({storage._cdata for storage in storages}) == 3
+
+
+def test_views_allocate_nothing(mapping: CudaMapping) -> None:
     allocated = torch.cuda.memory_allocated()
-    views = [mapping.whole()[start : start + 512].view(torch.bfloat16) for start in range(0, MIB, 512)]
+    views = [mapping.view(0, start, 512).view(torch.bfloat16) for start in range(0, MIB, 512)]
     assert torch.cuda.memory_allocated() == allocated
     assert len(views) == 2048
 
 
 def test_strided_views_are_bound_by_set_(mapping: CudaMapping) -> None:
-    segment = mapping.tensor(1)
+    shown = mapping.view(1, 16384, 4 * 512 * 256)
     # The transpose of a 256 x 512 matrix that begins 4096 elements into the segment.
-    view = torch.empty(0, dtype=torch.int32, device=segment.device)
-    view.set_(segment.untyped_storage(), 4096, (512, 256), (1, 512))
-    expected = pattern(1, 32 * MIB, segment.device).view(torch.int32)[4096 : 4096 + 512 * 256].view(256, 512).t()
+    view = torch.empty(0, dtype=torch.int32, device=shown.device)
+    view.set_(shown.untyped_storage(), 0, (512, 256), (1, 512))
+    expected = pattern(1, 32 * MIB, shown.device).view(torch.int32)[4096 : 4096 + 512 * 256].view(256, 512).t()
     assert torch.equal(view, expected)
     assert not view.is_contiguous()
+
+
+def test_read_gives_the_bytes_of_a_range(mapping: CudaMapping) -> None:
+    assert has_pattern(torch.frombuffer(mapping.read(1, 0, 32 * MIB), dtype=torch.uint8), 1)
+    assert bytes(mapping.read(1, 4098, 511)) == pattern_bytes(1, 8192, 4098, 4098 + 511)
+
+
+def test_read_from_a_thread_without_a_context_works(mapping: CudaMapping) -> None:
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(bytes(mapping.read(0, 0, 4096))))
+    thread.start()
+    thread.join()
+    assert found == [pattern_bytes(0, 4096, 0, 4096)]
+
+
+@pytest.mark.parametrize("method", ["view", "read"])
+def test_range_outside_its_segment_is_refused_without_a_trace(mapping: CudaMapping, method: str) -> None:
+    with pytest.raises(SegmentError, match=r"^16 bytes at 67108856 reach outside segment 0 of 67108864 bytes$"):
+        getattr(mapping, method)(0, 64 * MIB - 8, 16)
+    assert torch_works()
+
+
+# ---- private copies
+
+
+def test_private_copy_is_writable_and_leaves_the_segment_alone(mapping: CudaMapping) -> None:
+    copy = mapping.private_copy(1)
+    tensor = copy.view(0, 32 * MIB)
+    assert has_pattern(tensor, 1)
+    copy.view(4096, 4096).fill_(7)
+    torch.cuda.synchronize()
+    assert tensor[4096:8192].unique().tolist() == [7]
+    assert has_pattern(mapping.view(1, 0, 32 * MIB), 1)
+
+
+def test_private_copy_costs_its_segment_once(mapping: CudaMapping) -> None:
+    allocated = torch.cuda.memory_allocated()
+    copy = mapping.private_copy(1)
+    views = [copy.view(start, 512) for start in range(0, MIB, 512)]
+    assert torch.cuda.memory_allocated() - allocated == 32 * MIB
+    assert len({view.untyped_storage()._cdata for view in views}) == len({view.data_ptr() for view in views}) == 2048
+    del copy
+    assert torch.cuda.memory_allocated() - allocated == 32 * MIB
+    del views
+    assert torch.cuda.memory_allocated() == allocated
+
+
+def test_private_copy_outlives_the_mapping(backend: CudaBackend) -> None:
+    before = settled_free_bytes(backend)
+    mapping = backend.map(published(backend, GIB, 2 * MIB), [GIB, 2 * MIB])
+    tensor = mapping.private_copy(1).view(0, 2 * MIB)
+    mapping.close()
+    wait_until_free(backend, before)
+    assert has_pattern(tensor, 1)
+
+
+# ---- work on mapped memory
 
 
 def test_matmul_reads_mapped_weights(backend: CudaBackend) -> None:
@@ -208,7 +291,7 @@ def test_matmul_reads_mapped_weights(backend: CudaBackend) -> None:
     weight = torch.randn(2048, 2048, dtype=torch.bfloat16, device="cuda", generator=generator)
     segment.tensor().copy_(weight.view(torch.uint8).view(-1))
     other = backend.map([segment.publish()], [8 * MIB])
-    mapped = other.tensor(0).view(torch.bfloat16).view(2048, 2048)
+    mapped = other.view(0, 0, 8 * MIB).view(torch.bfloat16).view(2048, 2048)
     x = torch.randn(16, 2048, dtype=torch.bfloat16, device="cuda", generator=generator)
     assert torch.equal(x @ mapped.t(), x @ weight.t())
 
@@ -216,20 +299,14 @@ def test_matmul_reads_mapped_weights(backend: CudaBackend) -> None:
 def test_tensor_larger_than_a_usual_segment_has_its_own(backend: CudaBackend) -> None:
     nbytes = 3 * SEGMENT_NBYTES
     mapping = backend.map(published(backend, 2 * MIB, nbytes), [2 * MIB, nbytes])
-    tensor = mapping.tensor(1).view(torch.int32)
+    tensor = mapping.view(1, 0, nbytes).view(torch.int32)
     assert tensor.numel() == nbytes // 4
     assert tensor[-1].item() == nbytes // 4 - 1 + 7919
-    assert has_pattern(mapping.tensor(1), 1)
-
-
-def test_view_may_span_segments_of_one_mapping(mapping: CudaMapping) -> None:
-    both = mapping.whole()[64 * MIB - 8 : 64 * MIB + 8].view(torch.int32)
-    last = 64 * MIB // 4
-    assert both.tolist() == [last - 2, last - 1, 7919, 7920]
+    assert has_pattern(tensor.view(torch.uint8), 1)
 
 
 def test_captured_graph_reads_mapped_weights(mapping: CudaMapping) -> None:
-    weight = mapping.tensor(0).view(torch.int32)[:1024]
+    weight = mapping.view(0, 0, 4096).view(torch.int32)
     out = torch.zeros(1024, dtype=torch.int32, device="cuda")
     torch.add(weight, 1, out=out)
     torch.cuda.synchronize()
@@ -247,7 +324,7 @@ def test_captured_graph_reads_mapped_weights(mapping: CudaMapping) -> None:
 def test_tensor_keeps_the_memory_after_close_and_collection(backend: CudaBackend) -> None:
     before = settled_free_bytes(backend)
     mapping = backend.map(published(backend, GIB), [GIB])
-    view = mapping.tensor(0).view(torch.int32)[-1024:]
+    view = mapping.view(0, 0, GIB).view(torch.int32)[-1024:]
     mapping.close()
     del mapping
     assert settled_free_bytes(backend) <= before - GIB + NOISE_NBYTES
@@ -259,7 +336,7 @@ def test_tensor_keeps_the_memory_after_close_and_collection(backend: CudaBackend
 def test_last_tensor_may_go_in_another_thread_while_a_kernel_reads(backend: CudaBackend) -> None:
     before = settled_free_bytes(backend)
     mapping = backend.map(published(backend, GIB), [GIB])
-    tensors = [mapping.tensor(0)]
+    tensors = [mapping.view(0, 0, GIB)]
     mapping.close()
     total = sum(tensors[0].view(torch.int32).sum() for _ in range(50))
     thread = threading.Thread(target=tensors.clear)
@@ -369,7 +446,7 @@ def test_gibibyte_segments_map_within_milliseconds(backend: CudaBackend, count: 
         started = time.perf_counter()
         mapping = backend.map(copies, sizes)
         map_s.append(time.perf_counter() - started)
-        tensors = [mapping.tensor(number) for number in range(count)]
+        tensors = [mapping.view(n // 64, n % 64 * MIB, MIB) for n in range(count * 64)]
         tensors_s.append(time.perf_counter() - started - map_s[-1])
         started = time.perf_counter()
         del tensors
@@ -377,7 +454,7 @@ def test_gibibyte_segments_map_within_milliseconds(backend: CudaBackend, count: 
         unmap_s.append(time.perf_counter() - started)
     for fd in fds:
         fd.close()
-    for what, times in (("import + map", map_s), ("first tensors", tensors_s), ("unmap", unmap_s)):
+    for what, times in (("import + map", map_s), (f"{64 * count} views", tensors_s), ("unmap", unmap_s)):
         low, middle, high = min(times), statistics.median(times), max(times)
         print(f"\n{count} x 1 GiB {what}: {low * 1e3:.2f} / {middle * 1e3:.2f} / {high * 1e3:.2f} ms (min/median/max)")
     # Far above what was ever seen, far below what a copy of the bytes would take.

@@ -5,6 +5,7 @@ What needs a GPU (that pages are read-only, that torch sees the memory in place,
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from weightcached.segments.cuda_driver import (
     MIN_DRIVER_VERSION,
     Allocation,
     Driver,
+    Gpu,
+    MappedRange,
     Placed,
     PrimaryContext,
     Reservation,
@@ -93,6 +97,10 @@ def as_fake(tensor: Any) -> FakeTensor:
     return tensor
 
 
+def view(mapping: CudaMapping, segment: int = 0, offset_bytes: int = 0, nbytes: int = SIZE) -> FakeTensor:
+    return as_fake(mapping.view(segment, offset_bytes, nbytes))
+
+
 # ---- the way of a segment
 
 
@@ -107,27 +115,26 @@ def test_classes_are_what_the_interface_asks_for(driver: FakeDriver) -> None:
 def test_mapped_segments_have_the_content_of_the_published_ones(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"first", b"second"), [SIZE, SIZE])
-    assert [as_fake(mapping.tensor(i)).read(0, 6) for i in (0, 1)] == [b"first\0", b"second"]
+    assert [view(mapping, i).read(0, 6) for i in (0, 1)] == [b"first\0", b"second"]
 
 
 def test_mapping_is_one_range_in_segment_order(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     fds = [*published(backend, b"a"), *published(backend, b"b", nbytes=3 * SIZE), *published(backend, b"c")]
     mapping = backend.map(fds, [SIZE, 3 * SIZE, SIZE])
-    whole = as_fake(mapping.whole())
-    assert [mapping.segment_offset(i) for i in range(3)] == [0, SIZE, 4 * SIZE]
-    assert [whole.read(mapping.segment_offset(i), 1) for i in range(3)] == [b"a", b"b", b"c"]
-    assert whole.nbytes == mapping.nbytes == 5 * SIZE
-    assert as_fake(mapping.tensor(1)).address == whole.address + SIZE
-    assert as_fake(mapping.tensor(1)).nbytes == 3 * SIZE
+    views = [view(mapping, segment, nbytes=nbytes) for segment, nbytes in enumerate([SIZE, 3 * SIZE, SIZE])]
+    assert [shown.read(0, 1) for shown in views] == [b"a", b"b", b"c"]
+    assert [shown.address - views[0].address for shown in views] == [0, SIZE, 4 * SIZE]
+    assert [shown.nbytes for shown in views] == [SIZE, 3 * SIZE, SIZE]
+    assert mapping.nbytes == 5 * SIZE
 
 
 def test_mapped_memory_cannot_be_written(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"kept"), [SIZE])
     with pytest.raises(IllegalAddress):
-        as_fake(mapping.tensor(0)).write(b"lost")
-    assert as_fake(mapping.tensor(0)).read(0, 4) == b"kept"
+        view(mapping).write(b"lost")
+    assert view(mapping).read(0, 4) == b"kept"
 
 
 def test_segment_survives_its_creator_in_its_descriptor_alone() -> None:
@@ -142,7 +149,7 @@ def test_segment_survives_its_creator_in_its_descriptor_alone() -> None:
             fd.close()
         received = [OwnedFd(fd) for fd in socket.recv_fds(right, 1, 1)[1]]
     mapping = open_gpu(engine).map(received, [SIZE])
-    assert as_fake(mapping.tensor(0)).read(0, 7) == b"weights"
+    assert view(mapping).read(0, 7) == b"weights"
     mapping.close()
 
 
@@ -168,15 +175,14 @@ def test_mapping_needs_neither_descriptors_nor_handles(driver: FakeDriver) -> No
     mapping = backend.map(fds, [SIZE, SIZE])
     assert all(fd.closed for fd in fds)
     assert driver.live() == Live(handles=0, mappings=2, reservations=1, descriptors=0, contexts=1)
-    assert as_fake(mapping.tensor(1)).read(0, 1) == b"b"
+    assert view(mapping, 1).read(0, 1) == b"b"
 
 
-def test_tensors_cost_no_driver_calls(driver: FakeDriver) -> None:
+def test_views_cost_no_driver_calls(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"a", b"b"), [SIZE, SIZE])
     before = len(driver.calls)
-    assert mapping.tensor(1) is mapping.tensor(1)
-    assert mapping.whole() is mapping.whole()
+    assert view(mapping, 1, 512, 1024).address == view(mapping).address + SIZE + 512
     assert len(driver.calls) == before
 
 
@@ -190,13 +196,122 @@ def test_mapping_of_n_segments_takes_three_calls_each_and_four_more(driver: Fake
     mapping.close()
 
 
+# ---- views, reads and copies
+
+
+@pytest.mark.parametrize("method", ["view", "read"])
+@pytest.mark.parametrize(
+    ("offset_bytes", "nbytes"), [(-1, 1), (0, -1), (0, SIZE + 1), (1, SIZE), (SIZE, 1), (SIZE + 1, 0), (1 << 63, 1)]
+)
+def test_range_outside_its_segment_is_refused(driver: FakeDriver, method: str, offset_bytes: int, nbytes: int) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"a", b"b"), [SIZE, SIZE])
+    with pytest.raises(SegmentError) as e:
+        getattr(mapping, method)(0, offset_bytes, nbytes)
+    assert str(e.value) == f"{nbytes} bytes at {offset_bytes} reach outside segment 0 of 2097152 bytes"
+
+
+@pytest.mark.parametrize("method", ["view", "read"])
+@pytest.mark.parametrize("segment", [-1, 2])
+def test_segment_that_is_not_mapped_is_refused(driver: FakeDriver, method: str, segment: int) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"a", b"b"), [SIZE, SIZE])
+    with pytest.raises(SegmentError) as e:
+        getattr(mapping, method)(segment, 0, 1)
+    assert str(e.value) == f"segment {segment} is not one of the 2 that are mapped"
+
+
+def test_read_gives_the_bytes_of_a_range(driver: FakeDriver) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"first", b"second"), [SIZE, SIZE])
+    assert bytes(mapping.read(1, 2, 4)) == b"cond"
+    assert bytes(mapping.read(1, 0, SIZE)) == b"second".ljust(SIZE, b"\0")
+    assert driver.current_context() == 0
+
+
+def test_read_is_a_copy(driver: FakeDriver) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"kept"), [SIZE])
+    held = mapping.read(0, 0, 4)
+    held[:] = b"lost"
+    assert bytes(mapping.read(0, 0, 4)) == b"kept"
+    mapping.close()
+    assert bytes(held) == b"lost"
+    assert driver.live().mappings == 0
+
+
+def test_read_needs_no_torch(driver: FakeDriver) -> None:
+    def no_torch(array: Any) -> Any:
+        raise AssertionError(f"torch was asked for {array.nbytes} bytes")
+
+    backend = CudaBackend(GPU, driver, as_tensor=no_torch)
+    fds = published(open_gpu(driver), b"weights")
+    assert bytes(backend.map(fds, [SIZE]).read(0, 0, 7)) == b"weights"
+
+
+@pytest.mark.parametrize("call", ["cuCtxPushCurrent", "cuMemcpyDtoH"])
+def test_failed_read_is_named_and_leaves_the_mapping_whole(driver: FakeDriver, call: str) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"a", b"kept"), [SIZE, SIZE])
+    driver.fail(call)
+    with pytest.raises(SegmentError) as e:
+        mapping.read(1, 512, 4)
+    failing = "cannot read 4 bytes of segment 1" if call == "cuMemcpyDtoH" else f"cannot use {GPU}"
+    assert str(e.value) == (
+        f"{failing}: {call}: CUDA_ERROR_INVALID_VALUE; check 'nvidia-smi', and 'dmesg' for Xid messages"
+    )
+    assert driver.current_context() == 0
+    assert bytes(mapping.read(1, 0, 4)) == b"kept"
+
+
+def test_read_in_a_broken_context_says_that_the_process_must_end(driver: FakeDriver) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"x"), [SIZE])
+    driver.fail("cuMemcpyDtoH", result=CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+    with pytest.raises(SegmentError) as e:
+        mapping.read(0, 0, 1)
+    assert str(e.value) == (
+        "cannot read 1 bytes of segment 0: cuMemcpyDtoH: CUDA_ERROR_ILLEGAL_ADDRESS; an earlier kernel broke this "
+        "process's CUDA context: end the process; 'dmesg' shows the Xid"
+    )
+
+
+def test_private_copy_is_writable_and_leaves_the_segment_alone(driver: FakeDriver) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"a", b"kept"), [SIZE, SIZE])
+    copy = mapping.private_copy(1)
+    as_fake(copy.view(1, 2)).write(b"os")
+    assert as_fake(copy.view(0, 4)).read() == b"kost"
+    assert bytes(mapping.read(1, 0, 4)) == b"kept"
+
+
+def test_private_copy_outlives_the_mapping(driver: FakeDriver) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"kept"), [SIZE])
+    tensor = as_fake(mapping.private_copy(0).view(0, 4))
+    mapping.close()
+    assert driver.live() == Live(0, 0, 0, 0, contexts=1, blocks=1)
+    tensor.write(b"K")
+    assert tensor.read() == b"Kept"
+    del tensor
+    assert driver.live() == Live(0, 0, 0, 0, contexts=1)
+
+
+def test_private_copies_are_independent(driver: FakeDriver) -> None:
+    backend = open_gpu(driver)
+    mapping = backend.map(published(backend, b"kept"), [SIZE])
+    first, second = mapping.private_copy(0), mapping.private_copy(0)
+    as_fake(first.view(0, 4)).write(b"lost")
+    assert as_fake(second.view(0, 4)).read() == b"kept"
+
+
 # ---- lifetime
 
 
 def test_tensor_keeps_the_memory_after_the_mapping_is_closed(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"kept"), [SIZE])
-    tensor = as_fake(mapping.tensor(0)).view()
+    tensor = view(mapping)
     mapping.close()
     assert driver.live().mappings == 1
     assert tensor.read(0, 4) == b"kept"
@@ -239,19 +354,21 @@ def test_each_owner_gives_back_once(kind: str) -> None:
     assert len(fake.calls) == before + 1
 
 
-def test_closed_mapping_gives_no_tensors(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("method", ["view", "read", "private_copy"])
+def test_closed_mapping_gives_nothing(driver: FakeDriver, method: str) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"x"), [SIZE])
     mapping.close()
+    arguments = (0,) if method == "private_copy" else (0, 0, SIZE)
     with pytest.raises(SegmentError) as e:
-        mapping.tensor(0)
+        getattr(mapping, method)(*arguments)
     assert str(e.value) == "a mapping of 2097152 bytes is closed: take its tensors before close()"
 
 
 def test_memory_is_unmapped_only_after_the_kernels_that_use_it(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"x"), [SIZE])
-    driver.launch(as_fake(mapping.tensor(0)).address, 16)
+    driver.launch(view(mapping).address, 16)
     mapping.close()
     assert driver.live().mappings == 0
     assert driver.calls[-5:-2] == ["cuCtxPushCurrent", "cuCtxSynchronize", "cuMemUnmap"]
@@ -261,7 +378,7 @@ def test_memory_stays_mapped_while_waiting_for_kernels_fails(caplog: pytest.LogC
     driver = FakeDriver()
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"x"), [SIZE])
-    address = as_fake(mapping.tensor(0)).address
+    address = view(mapping).address
     driver.fail("cuCtxSynchronize", result=CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
     mapping.close()
     assert driver.live() == Live(handles=0, mappings=1, reservations=1, descriptors=0, contexts=1)
@@ -277,7 +394,7 @@ def test_memory_stays_mapped_while_waiting_for_kernels_fails(caplog: pytest.LogC
 def test_last_tensor_may_go_in_a_thread_without_a_context(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"x"), [SIZE])
-    tensors = [as_fake(mapping.tensor(0)).view()]
+    tensors = [view(mapping)]
     mapping.close()
     thread = threading.Thread(target=tensors.clear)
     thread.start()
@@ -300,12 +417,46 @@ def test_context_of_the_caller_is_current_again_afterwards() -> None:
 def test_context_is_held_until_the_last_tensor_is_gone(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"x"), [SIZE])
-    tensor = as_fake(mapping.tensor(0)).view()
+    tensor = view(mapping)
     mapping.close()
-    del backend
+    del backend, mapping
     assert driver.live().contexts == 1
     del tensor
     assert driver.live() == NOTHING
+
+
+def test_context_finalized_before_its_ranges_goes_with_the_last_of_them(
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python's collector finalizes a cycle's objects in any order: an error's traceback makes such a cycle."""
+    gpu = Gpu(GPU, driver)
+    mappings = [open_range(gpu) for _ in range(2)]
+    context = gpu.context
+    del gpu
+    context.close()
+    for left, mapping in zip((1, 0), mappings, strict=True):
+        mapping.close()
+        assert driver.live() == Live(0, mappings=left, reservations=left, descriptors=0, contexts=left)
+    assert caplog.records == []
+
+
+def open_range(gpu: Gpu) -> MappedRange:
+    with gpu.context.current(), ExitStack() as resources:
+        allocation = gpu.allocate(SIZE, "")
+        try:
+            return gpu.map_range([(allocation, SIZE)], writable=True, resources=resources, failing="")
+        finally:
+            allocation.close()
+
+
+def test_mapping_in_a_collected_cycle_is_unmapped(driver: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    backend = open_gpu(driver)
+    cycle: list[Any] = [backend, backend.map(published(backend, b"x"), [SIZE])]
+    cycle.append(cycle)
+    del backend, cycle
+    gc.collect()
+    assert driver.live() == NOTHING
+    assert caplog.records == []
 
 
 def test_segment_with_a_live_tensor_is_not_published(driver: FakeDriver) -> None:
@@ -385,7 +536,7 @@ def test_map_works_again_after_each_failure(driver: FakeDriver) -> None:
         with pytest.raises(SegmentError):
             backend.map([fd.dup() for fd in kept], [SIZE] * 3)
     mapping = backend.map(kept, [SIZE] * 3)
-    assert as_fake(mapping.tensor(2)).read(0, 1) == b"c"
+    assert view(mapping, 2).read(0, 1) == b"c"
 
 
 @pytest.mark.parametrize("call", CREATE_CALLS)
@@ -407,7 +558,7 @@ def test_failed_publish_can_be_repeated(driver: FakeDriver, call: str) -> None:
     with pytest.raises(SegmentError, match=f"{call}: CUDA_ERROR_INVALID_VALUE"):
         segment.publish()
     mapping = backend.map([segment.publish()], [SIZE])
-    assert as_fake(mapping.tensor(0)).read(0, 4) == b"kept"
+    assert view(mapping).read(0, 4) == b"kept"
 
 
 @pytest.mark.parametrize("call", PUBLISH_CALLS)
@@ -783,6 +934,12 @@ def test_leak_check_sees_a_leaked_context() -> None:
         driver.cuDevicePrimaryCtxRetain(0)
 
 
+def test_leak_check_sees_a_leaked_copy() -> None:
+    driver = FakeDriver()
+    with pytest.raises(AssertionError, match=r"^blocks: \+1$"), no_leaks(driver):
+        driver.torch_allocate(SIZE, 0)
+
+
 def test_leak_check_notes_the_leak_on_an_error() -> None:
     driver = FakeDriver()
     prepared(driver)
@@ -937,6 +1094,46 @@ def _unmap_under_a_kernel(driver: FakeDriver) -> Any:
     return driver.cuMemUnmap(address, SIZE)
 
 
+def _read_without_a_context(driver: FakeDriver) -> Any:
+    address = _opened(driver, 3)
+    driver.cuCtxPopCurrent()
+    return _copied(driver, address, 4)
+
+
+def _read_what_is_not_mapped(driver: FakeDriver) -> Any:
+    prepared(driver)
+    return _copied(driver, reserved(driver), 4)
+
+
+def _read_what_is_not_open(driver: FakeDriver) -> Any:
+    return _copied(driver, mapped(driver)[0], 4)
+
+
+def _read_over_the_end(driver: FakeDriver) -> Any:
+    return _copied(driver, _opened(driver, 1) + SIZE - 2, 4)
+
+
+def _read_to_nowhere(driver: FakeDriver) -> Any:
+    return driver.cuMemcpyDtoH(0, _opened(driver, 1), 4)
+
+
+def _opened(driver: FakeDriver, flags: int) -> int:
+    """The address of a mapping of SIZE bytes with these access flags."""
+    address, _ = mapped(driver)
+    access = driver.__dict__["CUmemAccessDesc"]()
+    access.location.type = access.location.type.__class__(1)
+    access.flags = access.flags.__class__(flags)
+    assert driver.cuMemSetAccess(address, SIZE, [access], 1) == (CUresult.CUDA_SUCCESS,)
+    return address
+
+
+def _copied(driver: FakeDriver, address: int, nbytes: int) -> Any:
+    target = ctypes.create_string_buffer(nbytes)
+    result = driver.cuMemcpyDtoH(ctypes.addressof(target), address, nbytes)
+    assert target.raw == bytes(nbytes)
+    return result
+
+
 def _create_more_than_is_free(driver: FakeDriver) -> Any:
     return driver.cuMemCreate(driver.gpus[0].total_bytes, prepared(driver)[0], 0)
 
@@ -969,6 +1166,11 @@ def _create_more_than_is_free(driver: FakeDriver) -> Any:
         (_release_the_context_under_a_mapping, CUresult.CUDA_ERROR_INVALID_CONTEXT),
         (_release_the_context_twice, CUresult.CUDA_ERROR_INVALID_CONTEXT),
         (_unmap_under_a_kernel, CUresult.CUDA_ERROR_ILLEGAL_ADDRESS),
+        (_read_without_a_context, CUresult.CUDA_ERROR_INVALID_CONTEXT),
+        (_read_what_is_not_mapped, CUresult.CUDA_ERROR_INVALID_VALUE),
+        (_read_what_is_not_open, CUresult.CUDA_ERROR_INVALID_VALUE),
+        (_read_over_the_end, CUresult.CUDA_ERROR_INVALID_VALUE),
+        (_read_to_nowhere, CUresult.CUDA_ERROR_INVALID_VALUE),
         (_create_more_than_is_free, CUresult.CUDA_ERROR_OUT_OF_MEMORY),
     ],
 )
@@ -1013,6 +1215,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.descriptors: list[tuple[OwnedFd, int]] = []
         self.mappings: list[tuple[CudaMapping, list[int]]] = []
         self.tensors: list[tuple[FakeTensor, int]] = []
+        self.copies: list[tuple[FakeTensor, int]] = []
 
     @rule(number=st.integers(0, 255))
     def create(self, number: int) -> None:
@@ -1057,7 +1260,26 @@ class AnyOrder(RuleBasedStateMachine):
     def take(self, which: int, segment: int) -> None:
         mapping, numbers = pick(self.mappings, which)
         segment %= len(numbers)
-        self.tensors.append((as_fake(mapping.tensor(segment)).view(), numbers[segment]))
+        self.tensors.append((view(mapping, segment), numbers[segment]))
+
+    @precondition(some("mappings"))
+    @rule(which=WHICH, segment=WHICH)
+    def copy(self, which: int, segment: int) -> None:
+        mapping, numbers = pick(self.mappings, which)
+        segment %= len(numbers)
+        self.copies.append((as_fake(mapping.private_copy(segment).view(0, 1)), numbers[segment]))
+
+    @precondition(some("copies"))
+    @rule(number=st.integers(0, 255))
+    def write_to_copy(self, number: int) -> None:
+        tensor, _ = self.copies.pop(0)
+        tensor.write(bytes([number]))
+        self.copies.append((tensor, number))
+
+    @precondition(some("copies"))
+    @rule(which=WHICH)
+    def forget_copy(self, which: int) -> None:
+        self.copies.pop(which % len(self.copies))
 
     @precondition(some("mappings"))
     @rule(which=WHICH)
@@ -1081,13 +1303,20 @@ class AnyOrder(RuleBasedStateMachine):
         assert live.handles == len(self.segments)
         assert live.descriptors == len(self.descriptors)
         owners = {tensor.owner for tensor, _ in self.tensors}
-        owners |= {as_fake(mapping.tensor(0)).owner for mapping, _ in self.mappings}
+        owners |= {view(mapping).owner for mapping, _ in self.mappings}
         assert live.reservations == len(self.segments) + len(owners)
-        assert [tensor.read(0, 1) for tensor, _ in self.tensors] == [bytes([number]) for _, number in self.tensors]
+        assert live.blocks == len(self.copies)
+        shown = [*self.tensors, *self.copies]
+        assert [tensor.read(0, 1) for tensor, _ in shown] == [bytes([number]) for _, number in shown]
+        for mapping, numbers in self.mappings:
+            assert [bytes(mapping.read(segment, 0, 1)) for segment in range(len(numbers))] == [
+                bytes([n]) for n in numbers
+            ]
         assert self.driver.current_context() == 0
 
     def teardown(self) -> None:
         self.tensors.clear()
+        self.copies.clear()
         things: list[tuple[Any, Any]] = [*self.segments, *self.descriptors, *self.mappings]
         for thing, _ in things:
             thing.close()

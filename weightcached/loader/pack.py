@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from weightcache_loader.attach import NOT_THERE, current, resolve_owner
 from weightcache_loader.walk import TensorSlot, tensors, type_name
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index import SegmentRecord, StorageRecord, TensorRecord
@@ -54,12 +55,13 @@ def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
     """
     slots: dict[int, list[TensorSlot]] = {}
     for slot in tensors(model):
+        _check_path(model, slot)
         slots.setdefault(id(slot.tensor), []).append(slot)
     sources: dict[int, int] = {}
     found: list[Source] = []
     records: list[TensorRecord] = []
     for same in slots.values():
-        storage = _plain_storage(same[0])
+        storage = plain_storage(same[0])
         number: int | None = None
         if storage.nbytes():
             number = sources.setdefault(storage._cdata, len(found))
@@ -70,20 +72,35 @@ def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
     return records, found
 
 
-def _plain_storage(slot: TensorSlot) -> torch.UntypedStorage:
+def _check_path(model: nn.Module, slot: TensorSlot) -> None:
+    try:
+        found = current(*resolve_owner(model, slot.path))
+    except NOT_THERE:
+        found = None
+    if found is not slot.tensor:
+        raise UnsupportedQuantForIPCError(
+            f"{slot.path}: this path does not lead back to the tensor; in a dict only text and integers can be keys"
+        )
+
+
+def plain_storage(slot: TensorSlot) -> torch.UntypedStorage:
+    """The memory that shape, stride and dtype alone explain. Raises UnsupportedQuantForIPCError where none is."""
     tensor = slot.tensor
     if tensor.is_meta:
         raise UnsupportedQuantForIPCError(f"{slot.path}: the loader left it on the meta device")
-    if tensor.layout != torch.strided or tensor.is_quantized or _is_wrapper(tensor):
+    if not _is_plain(tensor):
         raise UnsupportedQuantForIPCError(
-            f"{slot.path}: {type_name(type(tensor))} of layout {tensor.layout} is no plain strided tensor"
+            f"{slot.path}: {type_name(type(tensor))} of layout {tensor.layout} and dtype {tensor.dtype} is no plain "
+            "strided tensor"
         )
     return tensor.untyped_storage()
 
 
-def _is_wrapper(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
     # A wrapper subclass (torchao) keeps its data in inner tensors and flattens by protocol.
-    return hasattr(tensor, "__tensor_flatten__")
+    return not (tensor.is_conj() or tensor.is_neg() or hasattr(tensor, "__tensor_flatten__"))
 
 
 def _record(same: list[TensorSlot], storage: int | None) -> TensorRecord:
@@ -106,6 +123,8 @@ def _record(same: list[TensorSlot], storage: int | None) -> TensorRecord:
 def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, progress: Progress) -> Packed:
     """Copy all sources into published segments and free them: the model has no usable tensors afterwards.
 
+    A source over memory that is not torch's, e.g. of a NumPy array, goes with its last tensor.
+
     progress: called with (bytes packed, bytes in all). Raises SegmentError and OutOfDeviceMemoryError.
     """
     layout = plan_segments(
@@ -127,7 +146,8 @@ def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, p
                 fds.append(segment.publish())
             for i, digest in zip(members, digests, strict=True):
                 storages[i] = StorageRecord(number, layout.placements[i].offset_bytes, sources[i].nbytes, digest)
-                sources[i].storage.resize_(0)
+                if sources[i].storage.resizable():
+                    sources[i].storage.resize_(0)
                 done += sources[i].nbytes
             if torch.cuda.is_initialized():
                 # Back to the driver, where the next segment is allocated.

@@ -18,6 +18,7 @@ from weightcache_loader.attach import Binder, Storages
 from weightcache_loader.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index import ModulePlan, TensorIndex
+from weightcached.loader.pack import plain_storage
 from weightcached.segments.api import Mapping
 from weightcached.verify import first_wrong_storage
 
@@ -30,7 +31,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    """The model as it is now; holds no tensors."""
+    """The model as it is now; holds no tensors. Raises UnsupportedQuantForIPCError for one that cannot be packed."""
     tensors: dict[str, tuple[Any, ...]] = {}
     values: dict[str, ValueSlot] = {}
     objects: dict[int, str] = {}
@@ -46,9 +47,8 @@ def snapshot(model: nn.Module) -> Snapshot:
 def _tensor_signature(slot: TensorSlot, objects: dict[int, str], storages: dict[int, str]) -> tuple[Any, ...]:
     tensor = slot.tensor
     same_object = objects.setdefault(id(tensor), slot.path)
-    storage = None
-    if not tensor.is_meta and tensor.untyped_storage().nbytes():
-        storage = storages.setdefault(tensor.untyped_storage()._cdata, slot.path)
+    memory = plain_storage(slot)
+    storage = storages.setdefault(memory._cdata, slot.path) if memory.nbytes() else None
     return (
         slot.kind, slot.persistent, str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()),
         int(tensor.storage_offset()), tensor.device.type, type_name(type(tensor)), same_object, storage,
@@ -81,7 +81,7 @@ def value_differences(loaded: Snapshot, attached: Snapshot) -> tuple[dict[str, A
     restore: dict[str, Any] = {}
     for path, ours in loaded.values.items():
         theirs = attached.values.get(path)
-        if theirs is not None and theirs.wire == ours.wire:
+        if theirs is not None and _same(theirs.wire, ours.wire):
             continue
         if not ours.restorable:
             return restore, f"{path}: is {theirs.wire if theirs else 'missing'}, loaded as {ours.wire}"
@@ -90,6 +90,11 @@ def value_differences(loaded: Snapshot, attached: Snapshot) -> tuple[dict[str, A
         if path not in loaded.values and path not in loaded.tensors:
             return restore, f"{path}: {extra.wire} is not in the loaded model"
     return restore, None
+
+
+def _same(a: Any, b: Any) -> bool:
+    # As encoded: for Python True equals 1 and 1.0, and NaN nothing.
+    return msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 
 def prove(

@@ -146,6 +146,8 @@ class CudaMapping:
     def _at(self, segment: int, offset_bytes: int, nbytes: int) -> tuple[MappedRange, int]:
         if self._mapped is None:
             raise SegmentError(f"a mapping of {self.nbytes} bytes is closed: take its tensors before close()")
+        if not 0 <= segment < len(self._sizes):
+            raise SegmentError(f"segment {segment} is not one of the {len(self._sizes)} that are mapped")
         if not 0 <= offset_bytes <= offset_bytes + nbytes <= self._sizes[segment]:
             raise SegmentError(
                 f"{nbytes} bytes at {offset_bytes} reach outside segment {segment} of {self._sizes[segment]} bytes"

@@ -101,12 +101,18 @@ def logged() -> Iterator[None]:
 
 
 class PrimaryContext:
-    """A reference on the device's primary context, the one that torch uses; given back by close()."""
+    """A reference on the device's primary context, the one that torch uses.
+
+    Given back by close(), or with the last range mapped in it: `ranges` has the addresses of those. Python's collector
+    may finalize a context before the ranges that refer to it.
+    """
 
     def __init__(self, driver: Driver, ordinal: int, device: str) -> None:
         self._driver = driver
         self._device = device
+        self._closed = False
         self._retained: int | None = None
+        self.ranges: set[int] = set()
         self._handle = driver.call("cuDevicePrimaryCtxRetain", ordinal, failing=f"cannot use {device}")
         self._retained = ordinal
 
@@ -124,7 +130,16 @@ class PrimaryContext:
         """Wait for all work of the context, which is current. Raises CudaError."""
         self._driver.call("cuCtxSynchronize", failing=failing)
 
+    def range_unmapped(self, address: int) -> None:
+        """Take notice that a range is gone, and go as well if that was asked for."""
+        self.ranges.discard(address)
+        if self._closed:
+            self.close()
+
     def close(self) -> None:
+        self._closed = True
+        if self.ranges:
+            return
         ordinal, self._retained = self._retained, None
         if ordinal is not None:
             self._driver.give_back("cuDevicePrimaryCtxRelease", ordinal)
@@ -195,6 +210,7 @@ class MappedRange:
         self._resources: ExitStack | None = resources
         self.address = address
         self.nbytes = nbytes
+        context.ranges.add(address)
 
     def close(self) -> None:
         """Wait for the kernels that may use the memory, then unmap it. May be called twice; never raises.
@@ -208,6 +224,8 @@ class MappedRange:
             self._context.synchronize(f"{self.nbytes} bytes at {self.address:#x} stay mapped")
             self._resources.close()
             self._resources = None
+        if self._resources is None:
+            self._context.range_unmapped(self.address)
 
     def __del__(self) -> None:
         # At its end the process gives everything back at once, and parts of Python are gone by then.

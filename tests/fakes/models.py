@@ -1,0 +1,121 @@
+"""Model trees without vLLM, and the way of one from a loaded model to segments, an index and an attached model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from weightcache_loader.attach import Binder, Storages, skeleton_of
+from weightcached import index as index_format
+from weightcached.identity import CheckpointIdentity
+from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.key import WeightCacheKey
+from weightcached.loader import pack, proof
+from weightcached.segments.host import HostBackend, HostMapping
+from weightcached.wire.fds import OwnedFd, close_all
+
+CPU = torch.device("cpu")
+Build = Callable[[], nn.Module]
+
+
+def an_index(
+    tensors: list[TensorRecord] | None = None,
+    *,
+    segments: list[SegmentRecord] | None = None,
+    storages: list[StorageRecord] | None = None,
+    skeleton: str = "",
+    **changed: Any,
+) -> TensorIndex:
+    """A tensor index of cpu0, by default of one segment, one storage of 4096 bytes and no tensor."""
+    fields: dict[str, Any] = {
+        "software": "test",
+        "backend": "host",
+        "driver": "linux",
+        "boot_id": "boot",
+        "device": "cpu0",
+        "cache": "tiny/target",
+        "role": "target",
+        "generation": 1,
+        "spec_digest": "spec",
+        "stage": "loaded",
+        "skeleton": skeleton,
+        "key": WeightCacheKey(checkpoint=CheckpointIdentity(root="/models/tiny")),
+        "segments": [SegmentRecord(4096, private=False)] if segments is None else segments,
+        "storages": [StorageRecord(0, 0, 4096, bytes(16))] if storages is None else storages,
+        "tensors": tensors or [],
+        "load": LoadReport(seconds=1.0, finished_at=2.0),
+    }
+    return TensorIndex(**(fields | changed))
+
+
+class Packed(NamedTuple):
+    """A model as its loader leaves it: what it looked like, its index as decoded, and its segments' descriptors."""
+
+    loaded: proof.Snapshot
+    index: TensorIndex
+    fds: list[OwnedFd]
+    build: Build
+
+    @classmethod
+    def of(cls, build: Build, change: Callable[[Any], None] = lambda model: None) -> Self:
+        """Build, change as post-processing would, and pack. `build` is called on the meta device for engines."""
+        model = build()
+        change(model)
+        loaded = proof.snapshot(model)
+        records, sources = pack.describe(model)
+        packed = pack.pack(records, sources, HostBackend(), lambda done, total: None)
+        index = an_index(
+            packed.tensors, segments=packed.segments, storages=packed.storages, skeleton=skeleton_of(on_meta(build))
+        )
+        return cls(loaded, index_format.decode(index_format.encode(index)), packed.fds, build)
+
+    def map(self) -> HostMapping:
+        return HostBackend().map([fd.dup() for fd in self.fds], [s.nbytes for s in self.index.segments])
+
+    def attach(self, run_hooks: Callable[[Any], None] = lambda model: None, *, copy: bool = False) -> Any:
+        """A new model of an engine."""
+        mapping = self.map()
+        model = on_meta(self.build)
+        Binder(model, self.index, Storages(self.index, mapping, CPU, copy=copy)).attach(lambda: run_hooks(model))
+        mapping.close()
+        return model
+
+    def prove(self, run_hooks: Callable[[Any], None] = lambda model: None) -> TensorIndex:
+        """The loader's proof, with this snapshot and index."""
+        with ExitStack() as stack:
+            mapping = self.map()
+            stack.callback(mapping.close)
+            return proof.prove(self.loaded, self.index, mapping, CPU, lambda: on_meta(self.build), run_hooks)
+
+    def close(self) -> None:
+        close_all(self.fds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def on_meta(build: Build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def random_bytes(tensor: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Fill the whole storage below a tensor with reproducible bytes, whatever its dtype. Returns the tensor."""
+    if tensor.is_meta:
+        return tensor
+    memory = bytes_below(tensor)
+    generator = torch.Generator().manual_seed(seed)
+    memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8, generator=generator))
+    return tensor
+
+
+def bytes_below(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8, the whole storage below a tensor."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
