@@ -121,9 +121,11 @@ class Matcher:
         if "asked" in need.sides:
             return NeedDigest(rung=need.rung, files=[f.name for f in asked.checkpoint.files if len(f.name) <= 300])
         if task is not None and task.done():
-            # A done task with a digest would have been used by decide().
             self.forget(generation)
-            return _digest_failure(offer.cache, offer.key, asked, task.result())
+            if task.result():
+                return _digest_failure(offer.cache, offer.key, asked, task.result())
+            # Made while we looked at the files: now it can be decided.
+            return await self.match(asked)
         return Loading(cache=offer.cache.name, phase="digest")
 
     def _full_digest(self, generation: Generation) -> asyncio.Task[str]:

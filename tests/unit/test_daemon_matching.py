@@ -1,0 +1,111 @@
+"""Answers that depend on when the daemon's own digest is made; the others are seen in tests/process/test_attach.py."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.checkpoints import key_of, with_checkpoint, write_checkpoint
+from tests.unit.test_fdstore import EXPECTED, Set
+from weightcached.daemon import matching
+from weightcached.daemon.caches import Caches, Generation
+from weightcached.daemon.fdstore import adopt
+from weightcached.daemon.matching import Matcher
+from weightcached.errors import CheckpointError
+from weightcached.identity import CheckpointIdentity
+from weightcached.key import WeightCacheKey
+from weightcached.wire.messages import Failed, Loading
+
+DIGEST = "ab" * 32
+
+
+class Scene:
+    """A served cache, and the key of an engine with a copy of its checkpoint that knows its own full digest."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        checkpoint = write_checkpoint(tmp_path / "checkpoint", nbytes=4096)
+        copy = write_checkpoint(tmp_path / "copy", nbytes=4096)
+        (self.generation,) = adopt(Set(checkpoint).stored, EXPECTED, lambda names: None)
+        self.caches = Caches()
+        self.caches.adopt(self.generation)
+        self.asked: WeightCacheKey = with_checkpoint(key_of({"model": str(copy)}), full=DIGEST)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_digest_made_while_the_files_are_looked_at_counts(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        made = asyncio.Event()
+
+        async def child(identity: CheckpointIdentity) -> str:
+            await made.wait()
+            return DIGEST
+
+        matcher = Matcher(scene.caches, "cpu0", child)
+        assert isinstance(await matcher.match(scene.asked), Loading)
+        loop = asyncio.get_running_loop()
+        look = matching.changed_files
+
+        def look_until_the_digest_is_made(identity: CheckpointIdentity) -> list[str]:
+            monkeypatch.setattr(matching, "changed_files", look)
+            asyncio.run_coroutine_threadsafe(_make_and_wait(made, scene.generation), loop).result(5)
+            return look(identity)
+
+        monkeypatch.setattr(matching, "changed_files", look_until_the_digest_is_made)
+        assert await matcher.match(scene.asked) is scene.generation
+        await matcher.close()
+
+    asyncio.run(main())
+    scene.generation.retire()
+
+
+async def _make_and_wait(made: asyncio.Event, generation: Generation) -> None:
+    made.set()
+    while not generation.full_digest:
+        await asyncio.sleep(0)
+
+
+def test_digest_that_failed_is_said_and_tried_again(scene: Scene) -> None:
+    attempts = []
+
+    async def child(identity: CheckpointIdentity) -> str:
+        attempts.append(identity.root)
+        if len(attempts) == 1:
+            raise CheckpointError("the disk is gone")
+        return DIGEST
+
+    async def final(matcher: Matcher) -> object:
+        while isinstance(answer := await matcher.match(scene.asked), Loading):
+            await scene.caches.changed.wait(timeout_s=5)
+        return answer
+
+    async def main() -> None:
+        matcher = Matcher(scene.caches, "cpu0", child)
+        assert await final(matcher) == Failed(
+            cache="tiny/target", error="the full digest of its checkpoint could not be made: the disk is gone"
+        )
+        assert await final(matcher) is scene.generation
+        await matcher.close()
+
+    asyncio.run(main())
+    scene.generation.retire()
+
+
+def test_cancelled_digest_leaves_nothing_running(scene: Scene) -> None:
+    async def child(identity: CheckpointIdentity) -> str:
+        await asyncio.Event().wait()
+        return DIGEST
+
+    async def main() -> None:
+        matcher = Matcher(scene.caches, "cpu0", child)
+        await matcher.match(scene.asked)
+        await matcher.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+    scene.generation.retire()
