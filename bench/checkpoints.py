@@ -84,6 +84,14 @@ def random_tensor(
     return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype).cpu()
 
 
+def quantize_fp8(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A linear layer's weight as float8_e4m3fn with one scale, as vLLM's `fp8` method reads it; others unchanged."""
+    if value.ndim != 2 or "proj" not in name:
+        return {name: value}
+    scale = (value.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
+    return {name: (value.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale.reshape(1)}
+
+
 def write_checkpoint(path: Path, config: dict[str, Any], *, shards: int = 1, seed: int = 0, device: str = "cpu") -> int:
     """Write config and shards under `path` and return the bytes of all tensors."""
     path.mkdir(parents=True, exist_ok=True)
@@ -97,6 +105,9 @@ def write_checkpoint(path: Path, config: dict[str, Any], *, shards: int = 1, see
         part = tensors[number * per_shard : (number + 1) * per_shard]
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"
         values = {name: random_tensor(name, shape, dtype, generator, device) for name, shape in part}
+        if "quantization_config" in config:
+            quantized = [quantize_fp8(name, value) for name, value in values.items()]
+            values = {name: value for tensors in quantized for name, value in tensors.items()}
         save_file(values, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(values, file)
         total += sum(t.nbytes for t in values.values())
@@ -123,12 +134,13 @@ def main() -> None:
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float16", "float32"]))
 @click.option("--tied", is_flag=True, help="Tie lm_head to the embeddings.")
 @click.option("--experts", default=0, show_default=True, help="Write a Mixtral-shaped model with that many experts.")
+@click.option("--fp8", is_flag=True, help="Store the linear layers as fp8 with one scale each.")
 @click.option("--shards", default=1, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="Where the random values are drawn.")
 def llama(
     path: Path, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, dtype: str,
-    tied: bool, experts: int, shards: int, seed: int, device: str,
+    tied: bool, experts: int, fp8: bool, shards: int, seed: int, device: str,
 ) -> None:  # fmt: skip
     """Write a Llama-shaped checkpoint to PATH."""
     config = llama_config(
@@ -142,6 +154,8 @@ def llama(
             "num_local_experts": experts,
             "num_experts_per_tok": 2,
         }
+    if fp8:
+        config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     nbytes = write_checkpoint(path, config, shards=shards, seed=seed, device=device)
     click.echo(f"{path}: {nbytes / 2**30:.2f} GiB in {shards} shards")
 

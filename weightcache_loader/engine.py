@@ -200,9 +200,12 @@ def _config_dict(hf_config: Any) -> Any:
 
 def _multimodal_limits(model_config: Any) -> str:
     return _attributes(
-        getattr(model_config, "multimodal_config", None), "limit_per_prompt", "language_model_only", "mm_encoder_tp_mode",
+        getattr(model_config, "multimodal_config", None),
+        "limit_per_prompt",
+        "language_model_only",
+        "mm_encoder_tp_mode",
         "mm_encoder_only",
-    )  # fmt: skip
+    )
 
 
 def _kernel_backends(vllm_config: Any) -> dict[str, str]:

@@ -200,7 +200,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             mapping.close()
         done = time.perf_counter()
         log.info(
-            "attached %s generation %d: %d tensors, %.2f GiB in %d segments (%s); build %.0f ms, map %.0f ms, bind %.0f ms",
+            "attached %s generation %d: %d tensors, %.2f GiB in %d segments (%s); "
+            "build %.0f ms, map %.0f ms, bind %.0f ms",
             attachment.ready.cache, attachment.ready.generation, len(index.tensors), index.nbytes / 2**30,
             len(index.segments), self.options.mode, 1e3 * (built - began), 1e3 * (hooks - built), 1e3 * (done - hooks),
         )  # fmt: skip

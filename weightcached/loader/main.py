@@ -22,7 +22,8 @@ import msgspec
 
 from weightcached import __version__
 from weightcached import index as index_format
-from weightcached.errors import EXIT_CONFIG, WeightcachedError
+from weightcached.devices import holders
+from weightcached.errors import EXIT_CONFIG, OutOfDeviceMemoryError, WeightcachedError
 from weightcached.job import LoaderJob, decode_job
 from weightcached.segments.api import Backend, open_backend
 from weightcached.wire.fds import OwnedFd, close_all, sealed_memfd
@@ -134,6 +135,7 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     import torch
 
     from weightcached.loader import rank
+    from weightcached.segments.cuda import CudaBackend
 
     vllm_config = rank.create_vllm_config(job)
     model_config = rank.model_config_of(vllm_config, job.role)
@@ -142,8 +144,10 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
             f"{job.cache}: the vLLM of {sys.executable} runs on {vllm_config.device_config.device_type}, "
             f"the device is {job.device}"
         )
-    if backend.name == "cuda":
+    if isinstance(backend, CudaBackend):
         torch.cuda.set_device(0)
+        if (warning := backend.persistence_warning()) is not None:
+            log.warning("%s", warning)
     with rank.solo_rank(vllm_config, job.rank):
         _load(job, daemon, backend, vllm_config, model_config)
 
@@ -234,17 +238,22 @@ class Counter:
 
 
 def _check_memory(job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any) -> None:
-    from weightcached.errors import OutOfDeviceMemoryError
-
+    """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who holds the memory."""
     # A lower bound: what a rank holds is at least about its share of the checkpoint, quantized online to a quarter.
     share = checkpoint_bytes // max(1, vllm_config.parallel_config.world_size)
     needed = share // 4 if vllm_config.model_config.quantization else share
     free, total = backend.free_bytes()
-    if needed > free:
-        raise OutOfDeviceMemoryError(
-            f"{job.cache} needs about {needed / 2**30:.1f} GiB on {job.device}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB "
-            "are free: stop what holds the memory, or place the model on another device"
-        )
+    if needed <= free:
+        return
+    held = [f"pid {h.pid} ({h.name}) {_gib(h.nbytes)}" for h in holders(job.device)] if backend.name == "cuda" else []
+    raise OutOfDeviceMemoryError(
+        f"{job.cache} needs at least {_gib(needed)} on {job.device}, {_gib(free)} of {_gib(total)} are free; held by "
+        f"{', '.join(held) or 'no listed process'}: stop one, 'weightcachectl drop' a cache, or use another device"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
 
 
 def _peak_bytes() -> int:

@@ -106,7 +106,7 @@ def _stand_in_coordinators(parallel_state: Any, nnodes: int) -> Iterator[None]:
     with (
         mock.patch.object(torch.distributed, "new_group", fake_group),
         mock.patch.object(parallel_state, "init_model_parallel_group", without_communicator),
-        mock.patch.object(parallel_state, "_node_count", lambda group: nnodes),
+        mock.patch.object(parallel_state, "_node_count", return_value=nnodes),
     ):
         yield
 

@@ -40,7 +40,8 @@ class HostSegment:
         except OSError as e:
             self.close()
             raise OutOfDeviceMemoryError(
-                f"cannot allocate a host segment of {nbytes} bytes: {e.strerror}; see 'free -m' and the unit's MemoryMax="
+                f"cannot allocate a host segment of {nbytes} bytes: {e.strerror}; "
+                "see 'free -m' and MemoryMax= of the unit"
             ) from e
 
     def tensor(self) -> torch.Tensor:

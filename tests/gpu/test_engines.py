@@ -1,0 +1,202 @@
+"""Real vLLM engines on a GPU, the product's unit under a real user manager, the processed stage.
+
+Needs the wheels that carry vLLM and, where the machine has no systemd of its own, a user manager's binaries.
+    PYTHONPATH=. python3 -m pytest tests/gpu/test_engines.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.attach import Memory
+from bench.checkpoints import llama_config, write_checkpoint
+from bench.harness import Engine, Unit
+from tests.engine.conftest import ENVIRONMENT, ROOT, Engines, Service
+from tests.systemd.manager import PrivateManager
+from weightcached.devices import list_gpus
+
+ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True}
+MIB = 1 << 20
+FREED_TIMEOUT_S = 20.0
+SHAPE = {"hidden": 1024, "intermediate": 2816, "layers": 6, "heads": 16, "kv_heads": 8, "vocab": 16000}
+# What each cached model is, and the engine arguments with which it is loaded from disk as well.
+MODELS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "tied": {"tied": True},
+    "moe": {"experts": 8},
+    "fp8": {"fp8": True},
+    "fp8-online": {"engine": {"quantization": "fp8"}},
+    # An embedding of 1.2 GiB: larger than a segment.
+    "large": {"vocab": 640_000, "layers": 2},
+}
+
+
+def make(path: Path, *, tied: bool = False, experts: int = 0, fp8: bool = False, seed: int = 0, **shape: int) -> Path:
+    config = llama_config(**(SHAPE | shape), dtype="bfloat16", tied=tied)
+    if experts:
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        config |= {"num_local_experts": experts, "num_experts_per_tok": 2}
+    if fp8:
+        config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    write_checkpoint(path, config, shards=2, seed=seed, device="cuda")
+    return path
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return list_gpus()[0].uuid
+
+
+@pytest.fixture(scope="module")
+def memory(device: str) -> Memory:
+    return Memory(device)
+
+
+@pytest.fixture(scope="module")
+def manager() -> Iterator[PrivateManager]:
+    with PrivateManager(ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}) as manager:
+        yield manager
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    made = {}
+    for name, what in MODELS.items():
+        arguments = {key: value for key, value in what.items() if key != "engine"}
+        made[name] = made["bf16"] if name == "fp8-online" else make(base / name, **arguments)
+    return made
+
+
+@pytest.fixture(scope="module")
+def service(manager: PrivateManager, checkpoints: dict[str, Path], device: str) -> Iterator[Service]:
+    """All models served by one daemon."""
+    service = Service(manager)
+    service.manifest(
+        *(
+            {
+                "name": name,
+                "devices": [device],
+                "engine": {"model": str(path), "max_model_len": 1024, **MODELS[name].get("engine", {})},
+            }
+            for name, path in checkpoints.items()
+        )
+    )
+    started = service.ctl("start", device, check=False)
+    assert started.returncode == 0, started.stdout + started.stderr
+    yield service
+    service.ctl("stop", device, check=False)
+
+
+@pytest.fixture(scope="module")
+def engines(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines = Engines(service.env, tmp_path_factory.mktemp("engines") / "log")
+    yield engines
+    engines.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attached_engine_decodes_what_one_from_disk_decodes(
+    service: Service, engines: Engines, checkpoints: dict[str, Path], device: str, name: str
+) -> None:
+    (cache,) = [cache for cache in service.caches(device) if cache["name"] == f"{name}/target"]
+    assert cache["state"] == "ready", cache["error"]
+    arguments = ENGINE | MODELS[name].get("engine", {})
+    disk = engines.tokens(checkpoints[name], **arguments)
+    assert len({tuple(tokens) for tokens in disk}) > 1
+    attached = engines.tokens(checkpoints[name], "ipc_cache", loader={"fallback": False}, **arguments)
+    assert attached == disk
+    engines.ask(close=True)
+    verified = service.ctl("verify", f"{name}/target")
+    assert "all digests equal" in verified.stdout
+
+
+def test_kernel_that_writes_into_a_shared_parameter_fails_and_changes_nothing(
+    service: Service, checkpoints: dict[str, Path], device: str
+) -> None:
+    command = f"import sys; from tests.gpu.write_into_weights import main; main({str(checkpoints['bf16'])!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", command], env=service.env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )  # fmt: skip
+    assert "illegal memory access" in done.stdout + done.stderr
+    assert "WROTE" not in done.stdout
+    assert "all digests equal" in service.ctl("verify", "bf16/target").stdout
+
+
+def test_engine_in_its_own_namespaces_attaches(
+    service: Service, engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in service.env.items():
+        monkeypatch.setenv(name, value)
+    disk = engines.tokens(checkpoints["bf16"], **ENGINE)
+    engines.ask(close=True)
+    apart = ("unshare", "--pid", "--ipc", "--mount", "--net", "--mount-proc", "--fork", "--kill-child")
+    loopback = ("sh", "-c", 'ip link set lo up 2>/dev/null; exec "$@"', "sh")
+    options = ENGINE | {"model_loader_extra_config": {"fallback": False}}
+    with Engine(
+        str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "log", prefix=(*apart, *loopback),
+    ) as engine:  # fmt: skip
+        assert engine.first["tokens"] == disk
+
+
+def test_whole_life_of_a_unit_gives_all_memory_back(
+    manager: PrivateManager, service: Service, memory: Memory, device: str, checkpoints: dict[str, Path],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in manager.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"] + ":" + sys_path())
+    service.ctl("stop", device)
+    before = settled(memory)
+    unit = Unit(device, tmp_path)
+    model = str(checkpoints["bf16"])
+    unit.install(model, {"max_model_len": 1024})
+    # Compiled and with CUDA graphs, as a user has it.
+    options = {"gpu_memory_utilization": 0.3, "max_model_len": 1024}
+    loader = {"socket_dir": str(unit.socket_dir), "fallback": False}
+    try:
+        unit.start()
+        index = unit.index()
+        assert memory.used() - before <= index.nbytes + 16 * MIB, "the daemon holds nothing beside the weights"
+        with Engine(model, "auto", options, tmp_path / "disk") as disk:
+            expected, blocks = disk.first["tokens"], disk.first["kv_blocks"]
+        with Engine(model, "ipc_cache", options | {"model_loader_extra_config": loader}, tmp_path / "first") as engine:
+            assert engine.first["tokens"] == expected
+            assert abs(engine.first["kv_blocks"] - blocks) <= 0.005 * blocks
+            killed_at, _ = unit.kill()
+            assert engine.again() == expected
+            assert unit.bytes_read_since(killed_at) == 0
+        with Engine(model, "ipc_cache", options | {"model_loader_extra_config": loader}, tmp_path / "next") as engine:
+            assert engine.first["tokens"] == expected
+        subprocess.run(["systemctl", "--user", "restart", unit.name], check=True)
+        assert unit.status().caches[0].source == "adopted"
+        unit.stop()
+        assert abs(settled(memory) - before) <= 16 * MIB
+    finally:
+        unit.remove()
+
+
+def sys_path() -> str:
+    return ":".join(path for path in sys.path if path)
+
+
+def settled(memory: Memory) -> int:
+    """Used bytes once they no longer change: the driver frees an ended process's memory a little later."""
+    deadline_s = time.monotonic() + FREED_TIMEOUT_S
+    last = -1
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(Exception):
+            now = memory.used()
+            if now == last:
+                return now
+            last = now
+        time.sleep(1.0)
+    return last
