@@ -23,7 +23,7 @@ BIN = Path(sys.executable).parent
 ANSWER_TIMEOUT_S = 240.0
 READY_TIMEOUT_S = 60.0
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "PATH": f"{BIN}:{os.environ['PATH']}",
 }  # fmt: skip
 

@@ -65,9 +65,14 @@ class Host:
     def close(self) -> None:
         if self.llm is None:
             return
+        import torch
+
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         gc.collect()
+        if torch.cuda.is_initialized():
+            # The next engine finds the memory free.
+            torch.cuda.empty_cache()
 
 
 def _model(llm: Any) -> Any:

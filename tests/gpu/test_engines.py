@@ -122,10 +122,16 @@ def test_attached_engine_decodes_what_one_from_disk_decodes(
 def test_kernel_that_writes_into_a_shared_parameter_fails_and_changes_nothing(
     service: Service, checkpoints: dict[str, Path], device: str
 ) -> None:
-    command = f"import sys; from tests.gpu.write_into_weights import main; main({str(checkpoints['bf16'])!r})"
+    command = f"from tests.gpu.write_into_weights import main; main({str(checkpoints['bf16'])!r})"
     done = subprocess.run(
-        [sys.executable, "-c", command], env=service.env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
-    )  # fmt: skip
+        [sys.executable, "-c", command],
+        env=service.env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert "illegal memory access" in done.stdout + done.stderr
     assert "WROTE" not in done.stdout
     assert "all digests equal" in service.ctl("verify", "bf16/target").stdout
@@ -139,12 +145,41 @@ def test_engine_in_its_own_namespaces_attaches(
     disk = engines.tokens(checkpoints["bf16"], **ENGINE)
     engines.ask(close=True)
     apart = ("unshare", "--pid", "--ipc", "--mount", "--net", "--mount-proc", "--fork", "--kill-child")
-    loopback = ("sh", "-c", 'ip link set lo up 2>/dev/null; exec "$@"', "sh")
+    # A new network namespace has its loopback down, and the engine's processes meet there.
+    loopback = (
+        "import fcntl, os, socket, struct, sys; "
+        "fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 0x41)); "
+        "os.execvp(sys.argv[1], sys.argv[1:])"
+    )
     options = ENGINE | {"model_loader_extra_config": {"fallback": False}}
     with Engine(
-        str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "log", prefix=(*apart, *loopback),
+        str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "log", prefix=(*apart, sys.executable, "-c", loopback),
     ) as engine:  # fmt: skip
         assert engine.first["tokens"] == disk
+
+
+def test_two_tensor_parallel_ranks_on_two_gpus(
+    service: Service, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [gpu.uuid for gpu in list_gpus()]
+    if len(gpus) < 2:
+        pytest.skip("this machine has one GPU")
+    for name, value in service.env.items():
+        monkeypatch.setenv(name, value)
+    options: dict[str, Any] = ENGINE | {"tensor_parallel_size": 2}
+    with Engine(str(checkpoints["bf16"]), "auto", options, tmp_path / "disk") as disk:
+        expected = disk.first["tokens"]
+    service.ctl("stop", gpus[0])
+    model = {"model": str(checkpoints["bf16"]), "max_model_len": 1024, "tensor_parallel_size": 2}
+    service.manifest({"name": "two", "devices": gpus[:2], "engine": model})
+    try:
+        service.ctl("start", *gpus[:2])
+        options["model_loader_extra_config"] = {"fallback": False}
+        with Engine(str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "attached") as attached:
+            assert attached.first["tokens"] == expected
+            assert len(attached.first["loads"]) == 2
+    finally:
+        service.ctl("stop", *gpus[:2], check=False)
 
 
 def test_whole_life_of_a_unit_gives_all_memory_back(
