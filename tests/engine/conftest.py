@@ -22,8 +22,9 @@ BIN = Path(sys.executable).parent
 # An engine's start takes 35-55 s when the machine is busy, and two may start one after the other.
 ANSWER_TIMEOUT_S = 240.0
 READY_TIMEOUT_S = 60.0
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": PYTHONPATH,
     "PATH": f"{BIN}:{os.environ['PATH']}",
 }  # fmt: skip
 

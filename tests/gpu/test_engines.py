@@ -152,9 +152,8 @@ def test_engine_in_its_own_namespaces_attaches(
         "os.execvp(sys.argv[1], sys.argv[1:])"
     )
     options = ENGINE | {"model_loader_extra_config": {"fallback": False}}
-    with Engine(
-        str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "log", prefix=(*apart, sys.executable, "-c", loopback),
-    ) as engine:  # fmt: skip
+    prefix = (*apart, sys.executable, "-c", loopback)
+    with Engine(str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "log", prefix=prefix) as engine:
         assert engine.first["tokens"] == disk
 
 
