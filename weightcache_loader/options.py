@@ -55,7 +55,7 @@ def parse_options(extra_config: Mapping[str, Any] | None, load_format: str) -> L
         raise ValueError(f"model_loader_extra_config of load format {load_format}: {e}") from e
     if options.socket_path and options.socket_dir:
         raise ValueError("model_loader_extra_config: socket_path and socket_dir exclude each other; leave one out")
-    if options.connect_timeout_s <= 0 or options.state_timeout_s < 0:
+    if not (options.connect_timeout_s > 0 and options.state_timeout_s >= 0):
         raise ValueError(
             f"model_loader_extra_config: connect_timeout_s {options.connect_timeout_s} must be above 0, "
             f"state_timeout_s {options.state_timeout_s} at least 0"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ import torch
 from weightcached.errors import IndexFormatError
 
 _Scalar = (type(None), bool, int, float, str)
+# Containers inside containers; deeper is an accident or an attack.
+_MAX_DEPTH = 16
 
 
 class NotAValue(Exception):
@@ -25,6 +28,10 @@ class NotAValue(Exception):
 
 def to_wire(value: Any) -> Any:
     """The value as msgpack-able data. Raises NotAValue."""
+    return _to_wire(value, 0)
+
+
+def _to_wire(value: Any, depth: int) -> Any:
     if isinstance(value, enum.Enum):
         if value.name not in type(value).__members__:
             # A combination of flags has no member to look up.
@@ -38,26 +45,34 @@ def to_wire(value: Any) -> Any:
             raise NotAValue(type(value).__name__)
         # The ordinal of a device is the process's own; the type is what the model depends on.
         return {tag: value.type if isinstance(value, torch.device) else str(value).removeprefix("torch.")}
-    return _container_to_wire(value)
+    if depth > _MAX_DEPTH:
+        raise NotAValue(f"nested deeper than {_MAX_DEPTH}")
+    return _container_to_wire(value, depth + 1)
 
 
-def _container_to_wire(value: Any) -> Any:
+def _container_to_wire(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind in (tuple, torch.Size):
-        return {"$size" if kind is torch.Size else "$tuple": [to_wire(v) for v in value]}
+        return {"$size" if kind is torch.Size else "$tuple": [_to_wire(v, depth) for v in value]}
     if kind is list:
-        return {"$list": [to_wire(v) for v in value]}
+        return {"$list": [_to_wire(v, depth) for v in value]}
     if kind in (set, frozenset):
-        return {"$set" if kind is set else "$frozenset": sorted((to_wire(v) for v in value), key=repr)}
+        return {"$set" if kind is set else "$frozenset": sorted((_to_wire(v, depth) for v in value), key=repr)}
     if kind is dict:
-        return {"$dict": [[to_wire(k), to_wire(v)] for k, v in value.items()]}
+        return {"$dict": [[_to_wire(k, depth), _to_wire(v, depth)] for k, v in value.items()]}
     raise NotAValue(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def from_wire(data: Any) -> Any:
     """The value that to_wire() was given. Raises IndexFormatError for what is not on the list."""
+    return _from_wire(data, 0)
+
+
+def _from_wire(data: Any, depth: int) -> Any:
     if type(data) in _Scalar:
         return data
+    if depth > _MAX_DEPTH:
+        raise IndexFormatError(f"typed value is nested deeper than {_MAX_DEPTH}")
     if not isinstance(data, dict) or len(data) != 1:
         raise IndexFormatError(f"typed value {data!r}: expected a scalar or a map of one tag")
     ((tag, body),) = data.items()
@@ -65,12 +80,12 @@ def from_wire(data: Any) -> Any:
     if decode is None:
         raise IndexFormatError(f"typed value has the unknown tag {tag!r}: known are {', '.join(sorted(_DECODERS))}")
     try:
-        return decode(body)
+        return decode(body, depth + 1)
     except (TypeError, ValueError, LookupError, AttributeError, ImportError, ArithmeticError, RuntimeError) as e:
         raise IndexFormatError(f"typed value {tag} {body!r}: {e}") from e
 
 
-def _enum(body: Any) -> enum.Enum:
+def _enum(body: Any, depth: int) -> enum.Enum:
     module_name, qualname, member = body
     # Importing would run code that the index chose; whatever a model uses has been imported by building it.
     module = sys.modules.get(module_name) or importlib.import_module(_vllm_module(module_name))
@@ -88,23 +103,23 @@ def _vllm_module(name: str) -> str:
     return name
 
 
-def _dtype(body: Any) -> torch.dtype:
+def _dtype(body: Any, depth: int) -> torch.dtype:
     dtype = getattr(torch, body)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch.{body} is no dtype")
     return dtype
 
 
-_DECODERS: dict[str, Any] = {
+_DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "$enum": _enum,
     "$dtype": _dtype,
-    "$device": torch.device,
-    "$tuple": lambda body: tuple(from_wire(v) for v in body),
-    "$size": lambda body: torch.Size(from_wire(v) for v in body),
-    "$list": lambda body: [from_wire(v) for v in body],
-    "$set": lambda body: {from_wire(v) for v in body},
-    "$frozenset": lambda body: frozenset(from_wire(v) for v in body),
-    "$dict": lambda body: {from_wire(k): from_wire(v) for k, v in body},
+    "$device": lambda body, depth: torch.device(body),
+    "$tuple": lambda body, depth: tuple(_from_wire(v, depth) for v in body),
+    "$size": lambda body, depth: torch.Size(_from_wire(v, depth) for v in body),
+    "$list": lambda body, depth: [_from_wire(v, depth) for v in body],
+    "$set": lambda body, depth: {_from_wire(v, depth) for v in body},
+    "$frozenset": lambda body, depth: frozenset(_from_wire(v, depth) for v in body),
+    "$dict": lambda body, depth: {_from_wire(k, depth): _from_wire(v, depth) for k, v in body},
 }
 
 

@@ -22,9 +22,13 @@ class Broadcast:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def wait(self, *, timeout_s: float | None = None) -> None:
-        """Return at the next fire(), or after the timeout."""
-        event = self._event
+    def next(self) -> asyncio.Event:
+        """The next fire(), to be taken before looking at what may change and given to wait() afterwards."""
+        return self._event
+
+    async def wait(self, event: asyncio.Event | None = None, *, timeout_s: float | None = None) -> None:
+        """Return once `event`, by default the next one, has fired, or after the timeout."""
+        event = event or self._event
         try:
             async with asyncio.timeout(timeout_s):
                 await event.wait()

@@ -176,7 +176,9 @@ class Session:
     # ---- engines
 
     async def _attach(self, request: Attach) -> None:
+        changed = self._service.caches.changed
         while True:
+            event = changed.next()
             answer = await self._service.matcher.match(request.key)
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
@@ -187,7 +189,7 @@ class Session:
             if not (request.wait and isinstance(answer, Loading)):
                 log.info("attach refused pid=%d answer=%s", self._peer.pid, type(answer).__name__)
                 return
-            await self._service.caches.changed.wait(timeout_s=REPEAT_S)
+            await changed.wait(event, timeout_s=REPEAT_S)
 
     def _lease(self, generation: Generation) -> None:
         if generation not in self._leases:
