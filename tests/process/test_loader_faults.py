@@ -119,7 +119,7 @@ def test_loader_that_dies_after_its_delivery_has_delivered(make_daemon: Launcher
 
 
 def test_interpreter_that_cannot_be_run_is_named(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
-    # Executable, so that the manifest takes it, but what it names is gone: as after an upgrade of a virtual environment.
+    # Executable, so that the manifest takes it, but what it names is gone, as after an upgrade.
     python = short_tmp / "python"
     python.write_text("#!/opt/none/bin/python3.11\n")
     python.chmod(0o755)
