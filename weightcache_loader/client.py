@@ -78,6 +78,8 @@ def attach(path: Path, key: WeightCacheKey, *, connect_timeout_s: float, state_t
         ready = _final_answer(connection, key, time.monotonic() + state_timeout_s)
         fds = connection.receive_descriptors(ready.descriptors, connect_timeout_s)
         try:
+            if not fds:
+                raise ProtocolError(f"the daemon handed out no index of {ready.cache}")
             return Attachment(connection, ready, _read_index(ready, fds.pop(0)), fds)
         except BaseException:
             close_all(fds)
