@@ -6,6 +6,7 @@ Knows nothing of vLLM or torch.
 from __future__ import annotations
 
 import logging
+import os
 import select
 import threading
 import time
@@ -49,9 +50,10 @@ SOFTWARE = f"weightcached {__version__}"
 _PROGRESS_LOG_INTERVAL_S = 5.0
 # A daemon says Loading about once a second; silence for this long is a wedged daemon.
 _SILENCE_S = 30.0
-_DIGEST_ROUNDS = 3
 _REJOIN_FIRST_S = 0.2
 _REJOIN_MAX_S = 2.0
+# A lease that is closed while it connects and asks may take two deadlines to notice.
+_JOIN_S = 3 * _REJOIN_MAX_S
 
 
 class Attachment(NamedTuple):
@@ -78,6 +80,8 @@ def attach(path: Path, key: WeightCacheKey, *, connect_timeout_s: float, state_t
         ready = _final_answer(connection, key, time.monotonic() + state_timeout_s)
         fds = connection.receive_descriptors(ready.descriptors, connect_timeout_s)
         try:
+            if not fds:
+                raise ProtocolError(f"the daemon handed out no index of {ready.cache}")
             return Attachment(connection, ready, _read_index(ready, fds.pop(0)), fds)
         except BaseException:
             close_all(fds)
@@ -107,7 +111,6 @@ def _final_answer(connection: Connection, key: WeightCacheKey, deadline: float) 
     wait = deadline > time.monotonic()
     reply = connection.request(Attach(key=key, wait=wait), _SILENCE_S)
     progress = _Progress()
-    rounds = 0
     while True:
         if isinstance(reply, Loading):
             progress.note(reply)
@@ -118,9 +121,6 @@ def _final_answer(connection: Connection, key: WeightCacheKey, deadline: float) 
                 )
             reply = connection.receive(_SILENCE_S)[0]
         elif isinstance(reply, NeedDigest):
-            rounds += 1
-            if rounds > _DIGEST_ROUNDS:
-                raise ProtocolError("the daemon asks for the same digest again and again")
             key = _with_digest(key, reply)
             reply = connection.request(Attach(key=key, wait=wait), _SILENCE_S)
         else:
@@ -128,6 +128,8 @@ def _final_answer(connection: Connection, key: WeightCacheKey, deadline: float) 
 
 
 def _with_digest(key: WeightCacheKey, need: NeedDigest) -> WeightCacheKey:
+    if getattr(key.checkpoint, need.rung):
+        raise ProtocolError(f"the daemon asks for the {need.rung} digest of {key.checkpoint.root}, which it was given")
     log.info("comparing the checkpoint with the cached one by %s digest: %s", need.rung, key.checkpoint.root)
     fill = with_sample if need.rung == "sample" else with_full
     return msgspec.structs.replace(key, checkpoint=fill(key.checkpoint))
@@ -200,21 +202,32 @@ class Lease:
         self._path = path
         self._ready = ready
         self._stop = threading.Event()
+        # Wakes the thread: closing a socket that another thread polls would neither wake that one nor end the lease.
+        self._wake = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC))
         self.connected = threading.Event()
         self.connected.set()
         # A daemon thread: it must not keep a finished engine alive.
-        self._thread = threading.Thread(target=self._keep, name="weightcached-lease", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weightcached-lease", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the lease; may be called twice."""
+        """Give the lease back and end the thread; may be called twice."""
         self._stop.set()
-        self._connection.close()
+        if not self._wake.closed:
+            os.eventfd_write(self._wake.fileno(), 1)
+        self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            self._wake.close()
+
+    def _run(self) -> None:
+        try:
+            self._keep()
+        finally:
+            self.connected.clear()
+            self._connection.close()
 
     def _keep(self) -> None:
-        while not self._stop.is_set():
-            if not self._wait_for_end():
-                return
+        while self._wait_for_end():
             self.connected.clear()
             log.warning(
                 "the daemon of %s is gone; the engine goes on with the weights it has mapped", self._ready.cache
@@ -225,11 +238,10 @@ class Lease:
             log.info("rejoined the daemon of %s, generation %d", self._ready.cache, self._ready.generation)
 
     def _wait_for_end(self) -> bool:
-        fd = self._connection.fileno()
-        if fd < 0:
-            return False
+        """Wait until the daemon hangs up; False once the lease is closed."""
         poll = select.poll()
-        poll.register(fd, select.POLLIN | select.POLLRDHUP)
+        poll.register(self._connection.fileno(), select.POLLIN | select.POLLRDHUP)
+        poll.register(self._wake.fileno(), select.POLLIN)
         poll.poll()
         return not self._stop.is_set()
 
@@ -242,7 +254,8 @@ class Lease:
                 connection = Connection.connect(
                     self._path, timeout_s=_REJOIN_MAX_S, purpose="engine", software=SOFTWARE
                 )
-            except WeightcachedError:
+            except (WeightcachedError, OSError):
+                # OSError: the daemon puts its socket back just now.
                 continue
             try:
                 rejoin = Rejoin(

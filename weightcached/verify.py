@@ -20,7 +20,7 @@ from weightcached.index import TensorIndex
 from weightcached.paths import socket_path
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.wire.client import Connection
-from weightcached.wire.fds import close_all, read_sealed
+from weightcached.wire.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.messages import Ready, Refused, Verify
 
 _TIMEOUT_S = 30.0
@@ -72,7 +72,8 @@ def first_wrong_storage(index: TensorIndex, mapping: Mapping) -> str | None:
 def verify_cache(device: str, cache: str) -> VerifyResult:
     """Map one cache of the device's daemon and recompute its digests.
 
-    Raises WeightCacheUnavailableError where no daemon or no such generation is, SegmentError where it does not map.
+    Raises WeightCacheUnavailableError where no daemon or no such generation is, SegmentError where it does not map,
+    ProtocolError and IndexFormatError for what a daemon must not hand out.
     """
     began = time.monotonic()
     with Connection.connect(socket_path(device), timeout_s=_TIMEOUT_S, purpose="ctl") as connection:
@@ -81,9 +82,9 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
             raise WeightCacheUnavailableError(f"{cache} on {device} cannot be verified: {_why(ready)}")
         fds = connection.receive_descriptors(ready.descriptors, _TIMEOUT_S)
         try:
-            with fds.pop(0) as index_fd:
-                data = read_sealed(index_fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
-            index = index_format.decode(data)
+            if not fds:
+                raise ProtocolError(f"{cache}: the daemon handed out no index")
+            index = _read_index(fds.pop(0), cache)
             if len(fds) != len(index.segments):
                 raise ProtocolError(f"{cache}: {len(fds)} segments came, the index names {len(index.segments)}")
             mapping = open_backend(device).map(fds, [s.nbytes for s in index.segments])
@@ -94,6 +95,15 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
         finally:
             mapping.close()
     return VerifyResult(cache, ready.generation, index.nbytes, len(index.tensors), time.monotonic() - began, wrong)
+
+
+def _read_index(fd: OwnedFd, cache: str) -> TensorIndex:
+    with fd:
+        try:
+            data = read_sealed(fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
+        except ValueError as e:
+            raise ProtocolError(f"the index of {cache}: {e}") from e
+    return index_format.decode(data)
 
 
 def _why(reply: msgspec.Struct) -> str:

@@ -118,14 +118,18 @@ def test_loader_that_dies_after_its_delivery_has_delivered(make_daemon: Launcher
     assert "loader delivered everything and ended badly cache=tiny/target status=-11" in daemon.log
 
 
-def test_interpreter_that_is_not_there_is_named(make_daemon: Launcher, checkpoint: Path) -> None:
-    daemon = make_daemon([{**model("tiny", checkpoint), "python": "/opt/none/bin/python"}])
+def test_interpreter_that_cannot_be_run_is_named(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+    # Executable, so that the manifest takes it, but what it names is gone, as after an upgrade.
+    python = short_tmp / "python"
+    python.write_text("#!/opt/none/bin/python3.11\n")
+    python.chmod(0o755)
+    daemon = make_daemon([{**model("tiny", checkpoint), "python": str(python)}])
     # Through the default command, which takes the interpreter from the manifest.
     daemon.loader_command = None
     daemon.launch()
     assert daemon.wait() == 78
     assert (
-        "error=loader of tiny/target cannot be started with /opt/none/bin/python: No such file or directory; "
+        f"error=loader of tiny/target cannot be started with {python}: No such file or directory; "
         "python: in the manifest names the interpreter that runs the engine\n" in daemon.log
     )
 

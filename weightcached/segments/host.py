@@ -40,8 +40,8 @@ class HostSegment:
         except OSError as e:
             self.close()
             raise OutOfDeviceMemoryError(
-                f"cannot allocate a host segment of {nbytes} bytes: {e.strerror}; "
-                "see 'free -m' and MemoryMax= of the unit"
+                f"cannot allocate a host segment of {nbytes} bytes: {e.strerror}; see 'free -m' and the unit's "
+                "MemoryMax="
             ) from e
 
     def tensor(self) -> torch.Tensor:
@@ -56,17 +56,19 @@ class HostSegment:
         """Unmap, seal and hand over the descriptor. Raises SegmentError while a tensor over the segment is left."""
         if self._map is None:
             raise SegmentError("the host segment is published or closed already")
-        try:
-            self._map.close()
-        except BufferError as e:
-            raise SegmentError("a tensor over the host segment is still alive: it could change sealed bytes") from e
+        # Dropped, not closed: a tensor holds the mapping, but no buffer export that would keep close() from unmapping
+        # it under the tensor. The kernel refuses the seal while the pages are mapped for writing.
         self._map = None
-        fcntl.fcntl(self._fd.fileno(), fcntl.F_ADD_SEALS, READ_ONLY_SEALS)
+        try:
+            fcntl.fcntl(self._fd.fileno(), fcntl.F_ADD_SEALS, READ_ONLY_SEALS)
+        except OSError as e:
+            self._map = mmap.mmap(self._fd.fileno(), self.nbytes)
+            raise SegmentError("a tensor over the host segment is still alive: it could change sealed bytes") from e
         return OwnedFd(self._fd.take())
 
     def close(self) -> None:
         """Give up an unpublished segment. A tensor left over it keeps its pages until it is gone."""
-        # Dropped, not closed: closing raises while a tensor exists, and the mapping ends with its last user anyway.
+        # Dropped, not closed: closing would unmap it under a tensor; so it ends with its last user.
         self._map = None
         self._fd.close()
 
@@ -83,7 +85,8 @@ class HostCopy:
 
     def __init__(self, source: mmap.mmap) -> None:
         self._memory = mmap.mmap(-1, len(source), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory[:] = source[:]
+        with memoryview(source) as held:
+            self._memory[:] = held
 
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         """uint8, shape (nbytes,), writable."""
@@ -98,17 +101,31 @@ class HostMapping:
 
     def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
         """uint8, shape (nbytes,). Writing changes this process's copy of a page only."""
-        return _view(self._maps[segment], offset_bytes, nbytes)
+        return _view(self._at(segment, offset_bytes, nbytes), offset_bytes, nbytes)
 
     def read(self, segment: int, offset_bytes: int, nbytes: int) -> memoryview:
-        return memoryview(self._maps[segment])[offset_bytes : offset_bytes + nbytes]
+        """The mapped pages themselves."""
+        return memoryview(self._at(segment, offset_bytes, nbytes))[offset_bytes : offset_bytes + nbytes]
 
     def private_copy(self, segment: int) -> HostCopy:
-        return HostCopy(self._maps[segment])
+        """A writable copy of one segment in anonymous memory."""
+        return HostCopy(self._at(segment, 0, 0))
 
     def close(self) -> None:
         """Drop the mappings; each is unmapped when its last tensor is gone."""
         self._maps.clear()
+
+    def _at(self, segment: int, offset_bytes: int, nbytes: int) -> mmap.mmap:
+        if not self._maps:
+            raise SegmentError("the mapping of host segments is closed: take its tensors before close()")
+        if not 0 <= segment < len(self._maps):
+            raise SegmentError(f"segment {segment} is not one of the {len(self._maps)} that are mapped")
+        mapped = self._maps[segment]
+        if not 0 <= offset_bytes <= offset_bytes + nbytes <= len(mapped):
+            raise SegmentError(
+                f"{nbytes} bytes at {offset_bytes} reach outside segment {segment} of {len(mapped)} bytes"
+            )
+        return mapped
 
 
 class HostBackend:
@@ -131,6 +148,8 @@ class HostBackend:
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> HostMapping:
         maps: list[mmap.mmap] = []
         try:
+            if len(fds) != len(nbytes):
+                raise SegmentError(f"{len(fds)} descriptors came for {len(nbytes)} segments")
             for number, (fd, size) in enumerate(zip(fds, nbytes, strict=True)):
                 maps.append(_map_private(number, fd.fileno(), size))
         finally:
