@@ -94,7 +94,9 @@ class Packed:
         with ExitStack() as stack:
             mapping = self.map()
             stack.callback(mapping.close)
-            return proof.prove(self.loaded, self.index, mapping, CPU, lambda: on_meta(self.build), run_hooks)
+            return proof.prove(
+                self.loaded, self.index, mapping, CPU, build=lambda: on_meta(self.build), run_hooks=run_hooks
+            )
 
     def close(self) -> None:
         close_all(self.fds)
