@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -52,7 +53,8 @@ def an_index(
     return TensorIndex(**(fields | changed))
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True)
+class Packed:
     """A model as its loader leaves it: what it looked like, its index as decoded, and its segments' descriptors."""
 
     loaded: proof.Snapshot
@@ -61,7 +63,7 @@ class Packed(NamedTuple):
     build: Build
 
     @classmethod
-    def of(cls, build: Build, change: Callable[[Any], None] = lambda model: None) -> Self:
+    def of(cls, build: Build, change: Callable[[Any], object] = lambda model: None) -> Self:
         """Build, change as post-processing would, and pack. `build` is called on the meta device for engines."""
         model = build()
         change(model)
@@ -72,6 +74,9 @@ class Packed(NamedTuple):
             packed.tensors, segments=packed.segments, storages=packed.storages, skeleton=skeleton_of(on_meta(build))
         )
         return cls(loaded, index_format.decode(index_format.encode(index)), packed.fds, build)
+
+    def but(self, **changed: Any) -> Self:
+        return replace(self, **changed)
 
     def map(self) -> HostMapping:
         return HostBackend().map([fd.dup() for fd in self.fds], [s.nbytes for s in self.index.segments])
@@ -89,7 +94,9 @@ class Packed(NamedTuple):
         with ExitStack() as stack:
             mapping = self.map()
             stack.callback(mapping.close)
-            return proof.prove(self.loaded, self.index, mapping, CPU, lambda: on_meta(self.build), run_hooks)
+            return proof.prove(
+                self.loaded, self.index, mapping, CPU, build=lambda: on_meta(self.build), run_hooks=run_hooks
+            )
 
     def close(self) -> None:
         close_all(self.fds)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def checkpoint(short_tmp: Path) -> Path:
 def daemon(make_daemon: Callable[..., DaemonProcess], checkpoint: Path) -> Iterator[DaemonProcess]:
     """A daemon that serves 1 GiB in 450 tensors, of which 150 are small, in 5 segments."""
     # Two of three tensors are large.
-    size = {"x_nbytes": 1536 * MIB, "x_tensors": TENSORS, "x_segment_nbytes": 256 * MIB}
+    size: dict[str, Any] = {"x_nbytes": 1536 * MIB, "x_tensors": TENSORS, "x_segment_nbytes": 256 * MIB}
     daemon = make_daemon([model("large", checkpoint, **size)])
     daemon.options = ["--loader-command", LOADER]
     yield daemon.start()

@@ -30,6 +30,7 @@ from weightcached.errors import (
 from weightcached.identity import full_digest, sample_digest
 from weightcached.index import SegmentRecord, StorageRecord
 from weightcached.key import WeightCacheKey
+from weightcached.wire.client import Connection
 from weightcached.wire.fds import OwnedFd, sealed_memfd
 from weightcached.wire.messages import (
     Absent,
@@ -603,7 +604,7 @@ def test_daemon_that_answers_wrongly_is_asked_again(
     monkeypatch.setattr(client, "_REJOIN_MAX_S", 0.2)
     with StubDaemon(path, serving()):
         lease = leased(path, key)
-    scripts = iter([first, [Rejoined()]])
+    scripts: Iterator[list[Answer]] = iter([first, [Rejoined()]])
     with StubDaemon(path, lambda request: next(scripts)):
         assert lease.connected.wait(BOUND_S)
         lease.close()
@@ -645,7 +646,7 @@ def test_socket_that_vanishes_under_the_look_at_it_is_tried_again(
 ) -> None:
     with StubDaemon(path, serving()):
         lease = leased(path, key)
-    real, raised = client.Connection.connect, threading.Event()
+    real, raised = Connection.connect, threading.Event()
 
     def vanishing(*arguments: Any, **options: Any) -> Any:
         if not raised.is_set():
@@ -653,7 +654,7 @@ def test_socket_that_vanishes_under_the_look_at_it_is_tried_again(
             raise FileNotFoundError(2, "No such file or directory", str(path))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(client.Connection, "connect", vanishing)
+    monkeypatch.setattr(Connection, "connect", vanishing)
     with StubDaemon(path, rejoining(Rejoined())):
         assert lease.connected.wait(BOUND_S)
         assert raised.is_set()

@@ -43,7 +43,7 @@ class OtherKernel(Kernel):
 Kernel.__module__ = OtherKernel.__module__ = "vllm.fake"
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(6, 4), requires_grad=False)
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         self.held: Any = ("a", Kernel())
 
 
-class Model(nn.Module):
+class Model(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.layer = Layer()
@@ -75,7 +75,7 @@ def packed() -> Any:
 
 
 def with_index(packed: Packed, **changed: Any) -> Packed:
-    return packed._replace(index=msgspec.structs.replace(packed.index, **changed))
+    return packed.but(index=msgspec.structs.replace(packed.index, **changed))
 
 
 def with_record(packed: Packed, name: str, **changed: Any) -> Packed:
@@ -160,7 +160,7 @@ def test_changed_record_is_named(packed: Packed, name: str, changed: dict[str, A
 def test_storage_offset_is_compared() -> None:
     def build() -> nn.Module:
         model = nn.Module()
-        model.view = torch.empty(8)[2:4]  # type: ignore[assignment]
+        model.view = torch.empty(8)[2:4]
         return model
 
     with Packed.of(build) as packed:
@@ -210,7 +210,7 @@ def test_changed_byte_in_a_segment_is_named(packed: Packed, at: int) -> None:
     held[place.offset_bytes + at] ^= 1
     fds: list[OwnedFd] = list(packed.fds)
     with sealed_memfd("changed", bytes(held)) as fds[place.segment]:
-        assert error(packed._replace(fds=fds)) == (
+        assert error(packed.but(fds=fds)) == (
             SegmentError,
             "layer.weight: the bytes in its segment do not have the digest that was made while packing",
         )
@@ -220,7 +220,7 @@ def test_byte_between_storages_does_not_matter(packed: Packed) -> None:
     held = bytearray(read_sealed(packed.fds[0].fileno(), max_nbytes=1 << 20))
     held[-1] ^= 1
     with sealed_memfd("changed", bytes(held)) as fd:
-        assert packed._replace(fds=[fd]).prove() == packed.index
+        assert packed.but(fds=[fd]).prove() == packed.index
 
 
 def test_storage_elsewhere_is_named(packed: Packed) -> None:
@@ -249,7 +249,7 @@ def proven(change: Callable[[Any], None], run_hooks: Callable[[Any], None] = lam
     """(index that the proof recorded, model that an engine attaches with it)."""
     with Packed.of(Model, change) as packed:
         index: TensorIndex = packed.prove(run_hooks)
-        return index, packed._replace(index=index).attach(run_hooks)
+        return index, packed.but(index=index).attach(run_hooks)
 
 
 @pytest.mark.parametrize(
@@ -312,12 +312,12 @@ def test_values_of_objects_lists_and_dicts_are_restored() -> None:
 
     def build() -> Model:
         model = Model()
-        model.layer.extra = {"b's": ["x", "old", Kernel()]}  # type: ignore[assignment]
+        model.layer.extra = {"b's": ["x", "old", Kernel()]}
         return model
 
     with Packed.of(build, change) as packed:
         index = packed.prove()
-        model = packed._replace(index=index).attach()
+        model = packed.but(index=index).attach()
     assert {path: plan.plan for plan in index.modules for path in plan.values} == {
         "layer.kernel.backend": "restore",
         "layer.held[1].backend": "restore",
@@ -405,7 +405,7 @@ def test_restored_enum_of_a_module_that_is_not_imported_is_refused() -> None:
         saved = sys.modules.pop(__name__)
         try:
             with pytest.raises(IndexFormatError) as e:
-                packed._replace(index=index).attach()
+                packed.but(index=index).attach()
         finally:
             sys.modules[__name__] = saved
     assert str(e.value) == (

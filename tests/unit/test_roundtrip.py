@@ -127,7 +127,7 @@ def refusal(function: Callable[..., Any], *arguments: Any) -> str:
     return str(e.value)
 
 
-class Wrapper(torch.Tensor):
+class Wrapper(torch.Tensor):  # type: ignore[misc]
     """As torchao's: the data is in inner tensors."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -403,7 +403,7 @@ def test_modules_that_refer_to_their_parents_are_walked_once() -> None:
 def test_helper_objects_that_refer_to_each_other_are_walked_once() -> None:
     def build() -> nn.Module:
         one = Helper(scale=torch.empty(1))
-        one.other = Helper(back=one, list=[one])
+        vars(one)["other"] = Helper(back=one, list=[one])
         return module(method=one, cycle=[one])
 
     round_trip(build, "method.scale")
@@ -412,7 +412,7 @@ def test_helper_objects_that_refer_to_each_other_are_walked_once() -> None:
 # ---- parameters and buffers
 
 
-class ScaleParameter(nn.Parameter):
+class ScaleParameter(nn.Parameter):  # type: ignore[misc]
     """As vLLM's: a Parameter class that carries how it is sharded."""
 
 

@@ -214,7 +214,7 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
         )
         mapping = backend.map([fd.dup() for fd in packed.fds], [s.nbytes for s in packed.segments])
         undo.callback(mapping.close)
-        index = proof.prove(loaded, index, mapping, device, build, run_hooks)
+        index = proof.prove(loaded, index, mapping, device, build=build, run_hooks=run_hooks)
         _hand_over(daemon, index, packed.fds, _peak_bytes(), counter.done)
 
 

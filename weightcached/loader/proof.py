@@ -102,6 +102,7 @@ def prove(
     index: TensorIndex,
     mapping: Mapping,
     device: torch.device,
+    *,
     build: Callable[[], nn.Module],
     run_hooks: Callable[[nn.Module], None],
 ) -> TensorIndex:
