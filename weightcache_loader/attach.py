@@ -128,8 +128,7 @@ class Binder:
         for plan in self._index.modules:
             for path, raw in plan.values.items():
                 self._set_value(path, raw)
-        self._remove_unknown()
-        self._check()
+        self._remove_leftovers()
 
     def _bind_all(self, *, may_be_absent: bool) -> None:
         for record in self._index.tensors:
@@ -160,12 +159,19 @@ class Binder:
         parameter.__dict__.update(getattr(template, "__dict__", {}))
         return parameter
 
-    def _remove_unknown(self) -> None:
+    def _remove_leftovers(self) -> None:
+        # What post-processing consumed: the loaded model has no such tensor any more, so neither may this one.
         known = {name for record in self._index.tensors for name in record.names}
         for slot in list(tensors(self._model)):
-            if slot.path in known or not slot.tensor.is_meta:
+            if not slot.tensor.is_meta:
                 continue
+            if slot.path in known:
+                raise UnsupportedQuantForIPCError(f"{slot.path}: still on the meta device after binding")
             owner, leaf = resolve_owner(self._model, slot.path)
+            if isinstance(owner, tuple):
+                raise UnsupportedQuantForIPCError(
+                    f"{slot.path}: still on the meta device, the index has no tensor for it"
+                )
             remove(owner, leaf)
 
     def _set_value(self, path: str, raw: msgspec.Raw) -> None:
@@ -186,13 +192,6 @@ class Binder:
                     return
             remove(owner, leaf)
         object.__setattr__(owner, leaf, value)
-
-    def _check(self) -> None:
-        for slot in tensors(self._model):
-            if slot.tensor.is_meta:
-                raise UnsupportedQuantForIPCError(
-                    f"{slot.path}: still on the meta device, the index has no tensor for it"
-                )
 
 
 _PLAIN = type_name(nn.Parameter)

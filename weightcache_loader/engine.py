@@ -98,12 +98,18 @@ def build_on_meta(vllm_config: Any, model_config: Any, prefix: str = "") -> nn.M
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    # Building creates many cycles; collecting them in the middle costs more than the build.
+    with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
+        return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No garbage collection inside: a model is many objects, and looking through an engine's heap for each few
+    thousand of them costs more than building and binding it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
-            return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        yield
     finally:
         if was_enabled:
             gc.enable()
@@ -120,8 +126,33 @@ def run_hooks(model: nn.Module, model_config: Any, device: torch.device, *, stag
             return
         from vllm.model_executor.utils import weights_already_processed
 
-        with weights_already_processed():
+        with weights_already_processed(), _hooks_left_out(model):
             process_weights_after_loading(model, model_config, device)
+
+
+@contextmanager
+def _hooks_left_out(model: nn.Module) -> Iterator[None]:
+    """Leave out the hooks of methods that cannot run on processed weights.
+
+    What such a hook would have done is bound and restored from the index instead, and proven like everything else.
+    """
+    left_out = []
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or getattr(method, "supports_pre_processed_weights", True) or method in left_out:
+            continue
+        left_out.append(method)
+        vars(method)["process_weights_after_loading"] = _nothing
+        vars(method)["supports_pre_processed_weights"] = True
+    try:
+        yield
+    finally:
+        for method in left_out:
+            del vars(method)["process_weights_after_loading"], vars(method)["supports_pre_processed_weights"]
+
+
+def _nothing(layer: nn.Module) -> None:
+    pass
 
 
 def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheKey:

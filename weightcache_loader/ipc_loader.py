@@ -155,7 +155,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     ) -> nn.Module | WeightcachedError:
         model: nn.Module | None = None
         reason: WeightcachedError | None = None
-        with engine.isolated_build(vllm_config, keep=True) as build:
+        with engine.collection_paused(), engine.isolated_build(vllm_config, keep=True) as build:
             try:
                 model = self._build(vllm_config, model_config, prefix, attachment)
             except WeightcachedError as e:

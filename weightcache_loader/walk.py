@@ -46,6 +46,9 @@ _SKIPPED_ATTRIBUTES = frozenset(
 )  # fmt: skip
 
 
+_SCALARS = frozenset({type(None), bool, int, float, str})
+
+
 class TensorSlot(NamedTuple):
     """A tensor and where it hangs. `kind` is parameter, buffer or attribute."""
 
@@ -121,7 +124,10 @@ def _attributes(prefix: str, attributes: dict[str, Any], seen: set[int], *, in_m
 
 
 def _value(path: str, value: Any, seen: set[int]) -> Iterator[Slot]:
-    if isinstance(value, torch.Tensor):
+    if type(value) in _SCALARS:
+        # Nine of ten attributes, and an engine walks its model while it starts.
+        yield ValueSlot(path, value, restorable=True)
+    elif isinstance(value, torch.Tensor):
         yield TensorSlot(path, value, "attribute", persistent=False)
     elif isinstance(value, list | tuple | dict) and _holds_objects(value):
         if id(value) not in seen:

@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 import torch
-from segment_process import END_NBYTES, pattern
 
+from tests.gpu.segment_process import END_NBYTES, pattern
 from weightcached import devices
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.cuda import CudaBackend, CudaMapping

@@ -38,10 +38,11 @@ def create_vllm_config(job: LoaderJob) -> Any:
             raise ManifestError(f"{job.cache}: engine argument {name!r} is none of this vLLM's{hint}")
     load_general_plugins()
     try:
-        args = EngineArgs(**{"skip_tokenizer_init": True, **job.engine})
-        return args.create_engine_config()
+        # `mp`, since vLLM would otherwise count the GPUs that this process sees: one, whatever the world's size.
+        defaults = {"skip_tokenizer_init": True, "distributed_executor_backend": "mp"}
+        return EngineArgs(**(defaults | job.engine)).create_engine_config()
     except (ValueError, TypeError, OSError) as e:
-        raise ManifestError(f"{job.cache}: vLLM refuses the engine arguments: {e}") from e
+        raise ManifestError(f"{job.cache}: vLLM refuses the engine arguments: {' '.join(str(e).split())}") from e
 
 
 def model_config_of(vllm_config: Any, role: str) -> Any:
