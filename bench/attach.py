@@ -112,13 +112,20 @@ def main(
     bench = Bench(model, work, utilization)
     bench.warm_page_cache()
     results: dict[str, Any] = {"machine": machine(), "model": model, "utilization": utilization}
-    results["disk"] = bench.disk(disk_runs)
-    if not skip_peer:
-        results["preload"] = bench.preload(runs)
-    results["weightcached"] = bench.weightcached(runs)
-    results["tokens_equal"] = bench.tokens_equal()
-    if json_path:
-        json_path.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    phases: dict[str, Callable[[], dict[str, Any]]] = {
+        "weightcached": lambda: bench.weightcached(runs),
+        "preload": lambda: bench.preload(runs),
+        "disk": lambda: bench.disk(disk_runs),
+    }
+    for name, phase in phases.items():
+        if name == "preload" and skip_peer:
+            continue
+        click.echo(f"measuring {name}", err=True)
+        results[name] = phase()
+        results["tokens_equal"] = bench.tokens_equal()
+        if json_path:
+            # After each phase: a run that is cut off keeps what it has.
+            json_path.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print_table(results)
     sys.exit(0 if results["tokens_equal"] else 1)
 
