@@ -188,10 +188,18 @@ class Engine:
 
     def again(self) -> Any:
         """Tokens of one more round of the same prompts."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        self._ask("")
         return self._answer()["tokens"]
+
+    def renew(self, load_format: str, engine: Mapping[str, Any]) -> None:
+        """A new engine in the same process; its answer is `first` from then on."""
+        self._ask(json.dumps({"load_format": load_format, "engine": engine}))
+        self.first = self._answer()
+
+    def _ask(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -93,6 +93,11 @@ def kernel_driver_version() -> str:
         return (source.driver_version() if source else "") or "unknown"
 
 
+def driver_name(version: str) -> str:
+    """How an index names the kernel driver that keeps its segments alive: they do not outlive a change of it."""
+    return f"nvidia {version}"
+
+
 def _visible() -> str:
     uuids = ", ".join(gpu.uuid for gpu in list_gpus())
     return f"this machine has {uuids}" if uuids else "neither nvidia-ml-py nor nvidia-smi reports a GPU"

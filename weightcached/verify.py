@@ -24,8 +24,8 @@ from weightcached.wire.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.messages import Ready, Refused, Verify
 
 _TIMEOUT_S = 30.0
-# Large enough for full speed, small enough that a copy out of device memory costs little host memory.
-_READ_NBYTES = 256 << 20
+# Small enough that the allocator gives the same memory again: fresh pages cost more than the copy out of the device.
+_READ_NBYTES = 8 << 20
 
 
 class VerifyResult(NamedTuple):
@@ -37,11 +37,6 @@ class VerifyResult(NamedTuple):
     tensors: int
     seconds: float
     mismatched: list[str]
-
-
-def digest_of_bytes(data: object) -> bytes:
-    """xxh3-128 of a contiguous buffer, big-endian. It tells accidents from the original, not forgeries."""
-    return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]
 
 
 def wrong_storages(index: TensorIndex, mapping: Mapping) -> Iterator[str]:
@@ -62,11 +57,6 @@ def wrong_storages(index: TensorIndex, mapping: Mapping) -> Iterator[str]:
         for number, found in enumerate(pool.map(digest, range(len(index.storages)))):
             if found != index.storages[number].digest:
                 yield names.get(number, f"storage {number}")
-
-
-def first_wrong_storage(index: TensorIndex, mapping: Mapping) -> str | None:
-    """The first of wrong_storages(), or None."""
-    return next(wrong_storages(index, mapping), None)
 
 
 def verify_cache(device: str, cache: str) -> VerifyResult:

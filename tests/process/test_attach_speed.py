@@ -23,7 +23,7 @@ from tests.fakes.large_loader import SMALL_NBYTES
 from weightcache_loader import client
 from weightcache_loader.attach import Storages, tensor_of
 from weightcached.segments.api import open_backend
-from weightcached.verify import first_wrong_storage
+from weightcached.verify import wrong_storages
 
 MIB = 1 << 20
 TENSORS = 450
@@ -53,7 +53,7 @@ def daemon(make_daemon: Callable[..., DaemonProcess], checkpoint: Path) -> Itera
     # Two of three tensors are large.
     size: dict[str, Any] = {"x_nbytes": 1536 * MIB, "x_tensors": TENSORS, "x_segment_nbytes": 256 * MIB}
     daemon = make_daemon([model("large", checkpoint, **size)])
-    daemon.options = ["--loader-command", LOADER]
+    daemon.loader_command = LOADER
     yield daemon.start()
     # 1 GiB is more than should wait for the end of the test.
     assert daemon.stop() == 0
@@ -146,6 +146,6 @@ def test_attached_bytes_have_the_digests_of_the_index(daemon: DaemonProcess, che
     attachment = client.attach(daemon.socket, key, connect_timeout_s=BOUND_S, state_timeout_s=BOUND_S)
     index = attachment.tensor_index
     mapping = open_backend(daemon.device).map(attachment.fds, [segment.nbytes for segment in index.segments])
-    assert first_wrong_storage(index, mapping) is None
+    assert list(wrong_storages(index, mapping)) == []
     attachment.close()
     mapping.close()

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from tests.fakes.checkpoints import key_of, write_checkpoint
+from weightcached import devices
 from weightcached import index as index_format
 from weightcached.daemon.fdstore import Expected, FdStore, Stored, StoreError, adopt, current_driver, inherited
 from weightcached.index import LoadReport, SegmentRecord, TensorIndex
+from weightcached.segments.cuda import CudaBackend
 from weightcached.wire.fds import OwnedFd, sealed_memfd
 
 BOOT = "5e9f1c7a-0000-4000-8000-000000000001"
@@ -200,3 +202,11 @@ def test_names_fit_what_systemd_allows(checkpoint: Path) -> None:
 
 def test_driver_of_host_memory_is_unknown() -> None:
     assert current_driver("cpu0") is None
+
+
+def test_driver_of_a_gpu_is_named_as_its_backend_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "kernel_driver_version", lambda: "580.159.03")
+    uuid = "GPU-00000000-0000-0000-0000-000000000001"
+    assert current_driver(uuid) == CudaBackend.driver(object.__new__(CudaBackend)) == "nvidia 580.159.03"
+    monkeypatch.setattr(devices, "kernel_driver_version", lambda: "unknown")
+    assert current_driver(uuid) is None

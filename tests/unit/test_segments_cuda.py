@@ -779,7 +779,7 @@ def test_old_driver_is_refused() -> None:
     assert str(e.value) == (
         f"cannot use {GPU}: its driver supports CUDA 11.3, needed is 11.4 or newer: install a newer NVIDIA driver"
     )
-    assert open_gpu(FakeDriver(version=MIN_DRIVER_VERSION)).driver() == "cuda-driver 11.4 580.159.03"
+    assert open_gpu(FakeDriver(version=MIN_DRIVER_VERSION)).driver() == "nvidia 580.159.03"
 
 
 @pytest.mark.parametrize("ability", sorted(FakeGpu().abilities))
@@ -821,7 +821,7 @@ def test_forked_process_is_told_to_spawn(driver: FakeDriver) -> None:
 
 
 def test_driver_text_has_both_versions(driver: FakeDriver) -> None:
-    assert open_gpu(driver).driver() == "cuda-driver 13.0 580.159.03"
+    assert open_gpu(driver).driver() == "nvidia 580.159.03"
 
 
 def test_granularity_is_the_minimum(driver: FakeDriver) -> None:

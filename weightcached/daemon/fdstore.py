@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import NamedTuple
 
+from weightcached import devices
 from weightcached.daemon.caches import Generation
 from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
@@ -236,12 +237,8 @@ def _drop(what: str, reason: str, named: list[tuple[str, OwnedFd]], drop_names: 
 
 
 def current_driver(device: str) -> str | None:
-    """What must not change under a segment while it is stored; None where it is not known."""
+    """What must not change under a segment while it is stored, as its backend names it; None where it is unknown."""
     if is_host_device(device):
         return None
-    try:
-        with open("/proc/driver/nvidia/version") as f:
-            version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)", f.read())
-    except OSError:
-        return None
-    return version.group(1) if version else None
+    version = devices.kernel_driver_version()
+    return None if version == "unknown" else devices.driver_name(version)

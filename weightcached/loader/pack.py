@@ -7,9 +7,7 @@ before the source is freed, and every storage's digest is made from the segment'
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -20,9 +18,9 @@ from weightcache_loader.attach import NOT_THERE, current, resolve_owner
 from weightcache_loader.walk import TensorSlot, tensors, type_name
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index import SegmentRecord, StorageRecord, TensorRecord
+from weightcached.loader.hashing import SegmentHasher
 from weightcached.segments.api import Backend
-from weightcached.segments.layout import Placement, StorageSpec, plan_segments
-from weightcached.verify import digest_of_bytes
+from weightcached.segments.layout import Layout, Placement, StorageSpec, plan_segments
 from weightcached.wire.fds import OwnedFd, close_all
 
 Progress = Callable[[int, int], None]
@@ -136,12 +134,13 @@ def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, p
     fds: list[OwnedFd] = []
     with ExitStack() as undo:
         undo.callback(close_all, fds)
+        hasher = undo.enter_context(_hasher(layout, backend))
         for number, plan in enumerate(layout.segments):
             members = [i for i, place in enumerate(layout.placements) if place.segment == number]
             with ExitStack() as segment_open:
                 segment = backend.create(plan.nbytes)
                 segment_open.callback(segment.close)
-                digests = _fill(segment.tensor(), [(sources[i], layout.placements[i]) for i in members])
+                digests = _fill(segment.tensor(), [(sources[i], layout.placements[i]) for i in members], hasher)
                 gc.collect()
                 fds.append(segment.publish())
             for i, digest in zip(members, digests, strict=True):
@@ -153,6 +152,7 @@ def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, p
                 # Back to the driver, where the next segment is allocated.
                 torch.cuda.empty_cache()
             progress(done, total)
+        hasher.close()
         undo.pop_all()
     records_of_segments = [SegmentRecord(plan.nbytes, plan.private) for plan in layout.segments]
     return Packed(fds, records_of_segments, [s for s in storages if s is not None], records)
@@ -163,15 +163,16 @@ def _is_mutable(source: Source) -> bool:
     return any(mark in leaf for leaf in leaves for mark in _MUTABLE_NAMES)
 
 
-def _fill(segment: torch.Tensor, members: list[tuple[Source, Placement]]) -> list[bytes]:
+def _hasher(layout: Layout, backend: Backend) -> SegmentHasher:
+    device = torch.device("cpu") if backend.name == "host" else torch.device("cuda", torch.cuda.current_device())
+    return SegmentHasher(max((plan.nbytes for plan in layout.segments), default=0), device)
+
+
+def _fill(segment: torch.Tensor, members: list[tuple[Source, Placement]], hasher: SegmentHasher) -> list[bytes]:
     for source, place in members:
         target = segment[place.offset_bytes : place.offset_bytes + source.nbytes]
         original = torch.empty(0, dtype=torch.uint8, device=source.storage.device).set_(source.storage)
         target.copy_(original)
         if original.device == target.device and not torch.equal(target, original):
             raise SegmentError(f"{source.names[0]}: {source.nbytes} bytes in the segment differ from their source")
-    # One transfer for a segment in device memory; in host memory this is the segment itself.
-    held = segment.cpu().numpy()
-    spans = [held[place.offset_bytes : place.offset_bytes + source.nbytes] for source, place in members]
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return list(pool.map(digest_of_bytes, spans))
+    return hasher.digests(segment, [(place.offset_bytes, source.nbytes) for source, place in members])

@@ -18,9 +18,9 @@ from weightcache_loader.attach import Binder, Storages
 from weightcache_loader.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index import ModulePlan, TensorIndex
+from weightcached.loader.hashing import SegmentHasher
 from weightcached.loader.pack import plain_storage
 from weightcached.segments.api import Mapping
-from weightcached.verify import first_wrong_storage
 
 
 class Snapshot(NamedTuple):
@@ -111,7 +111,7 @@ def prove(
     build: makes a model on the meta device; run_hooks: what the engine runs between binding and use.
     Raises UnsupportedQuantForIPCError naming the path of the first difference, SegmentError for wrong bytes.
     """
-    if (wrong := first_wrong_storage(index, mapping)) is not None:
+    if (wrong := first_wrong_storage(index, mapping, device)) is not None:
         raise SegmentError(f"{wrong}: the bytes in its segment do not have the digest that was made while packing")
     for attempt in range(2):
         model = build()
@@ -127,6 +127,22 @@ def prove(
             return index
         index = msgspec.structs.replace(index, modules=_restoring(restore))
     raise AssertionError("unreachable")
+
+
+def first_wrong_storage(index: TensorIndex, mapping: Mapping, device: torch.device) -> str | None:
+    """Digest all storages as mapped; the first tensor over the first one whose bytes differ, or None."""
+    names: dict[int | None, str] = {}
+    for record in index.tensors:
+        names.setdefault(record.storage, record.names[0])
+    with SegmentHasher(max((s.nbytes for s in index.segments), default=0), device) as hasher:
+        for number, segment in enumerate(index.segments):
+            members = [i for i, storage in enumerate(index.storages) if storage.segment == number]
+            spans = [(index.storages[i].offset_bytes, index.storages[i].nbytes) for i in members]
+            found = hasher.digests(mapping.view(number, 0, segment.nbytes), spans)
+            for i, digest in zip(members, found, strict=True):
+                if digest != index.storages[i].digest:
+                    return names.get(i, f"storage {i}")
+    return None
 
 
 def _restoring(values: dict[str, Any]) -> list[ModulePlan]:

@@ -189,8 +189,8 @@ class CudaBackend:
         return self._gpu.granularity
 
     def driver(self) -> str:
-        """CUDA version of libcuda and version of the kernel driver, e.g. "cuda-driver 13.0 580.159.03"."""
-        return f"cuda-driver {self._gpu.cuda_version} {devices.kernel_driver_version()}"
+        """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: the memory outlives every process that loads it."""
+        return devices.driver_name(devices.kernel_driver_version())
 
     def free_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the device's memory. Raises SegmentError."""
