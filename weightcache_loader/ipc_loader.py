@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +43,6 @@ class Decision(NamedTuple):
 
 # By role and until the load that uses it: vLLM makes a new loader object for every question.
 _decisions: dict[str, Decision] = {}
-# Leases of the models loaded in this process, for as long as it lives.
-_leases: list[client.Lease] = []
 
 
 class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
@@ -176,7 +175,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.mode == "copy":
             client.release(attachment, timeout_s=self.options.connect_timeout_s)
         else:
-            _leases.append(client.Lease(attachment.connection, self._socket_path(), attachment.ready))
+            lease = client.Lease(attachment.connection, self._socket_path(), attachment.ready)
+            # With the model: an engine that is shut down while its process lives on maps nothing any more.
+            weakref.finalize(model, lease.close).atexit = False
         return model.eval()
 
     def _build(self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment) -> nn.Module:

@@ -19,7 +19,7 @@ from weightcache_loader.walk import TensorSlot, tensors, type_name
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index import SegmentRecord, StorageRecord, TensorRecord
 from weightcached.loader.hashing import SegmentHasher
-from weightcached.segments.api import Backend
+from weightcached.segments.api import Backend, WritableSegment
 from weightcached.segments.layout import Layout, Placement, StorageSpec, plan_segments
 from weightcached.wire.fds import OwnedFd, close_all
 
@@ -141,8 +141,7 @@ def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, p
                 segment = backend.create(plan.nbytes)
                 segment_open.callback(segment.close)
                 digests = _fill(segment.tensor(), [(sources[i], layout.placements[i]) for i in members], hasher)
-                gc.collect()
-                fds.append(segment.publish())
+                fds.append(_publish(segment))
             for i, digest in zip(members, digests, strict=True):
                 storages[i] = StorageRecord(number, layout.placements[i].offset_bytes, sources[i].nbytes, digest)
                 if sources[i].storage.resizable():
@@ -156,6 +155,15 @@ def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, p
         undo.pop_all()
     records_of_segments = [SegmentRecord(plan.nbytes, plan.private) for plan in layout.segments]
     return Packed(fds, records_of_segments, [s for s in storages if s is not None], records)
+
+
+def _publish(segment: WritableSegment) -> OwnedFd:
+    try:
+        return segment.publish()
+    except SegmentError:
+        # A tensor over it may hang in a cycle. Not before each segment: a collection looks through all of vLLM's heap.
+        gc.collect()
+        return segment.publish()
 
 
 def _is_mutable(source: Source) -> bool:
