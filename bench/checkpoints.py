@@ -84,16 +84,84 @@ def random_tensor(
     return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype).cpu()
 
 
-def quantize_fp8(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A linear layer's weight as float8_e4m3fn with one scale, as vLLM's `fp8` method reads it; others unchanged."""
+GROUP = 128
+# What a checkpoint's config says about each quantization made here.
+QUANTIZATION: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "int8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+                "input_activations": {
+                    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
+                },
+            }
+        },
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+}  # fmt: skip
+
+
+def quantize(method: str, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A linear layer's weight, shape (out, in), as the method stores it; other tensors unchanged."""
     if value.ndim != 2 or "proj" not in name:
         return {name: value}
+    prefix = name.removesuffix("weight")
+    if method == "fp8":
+        return quantize_fp8(name, value)
+    if method == "int8":
+        scale = value.float().abs().amax(dim=1, keepdim=True) / 127
+        return {name: (value.float() / scale).round().to(torch.int8), f"{prefix}weight_scale": scale.to(value.dtype)}
+    return quantize_int4(method, prefix, value)
+
+
+def quantize_int4(method: str, prefix: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Groups of GROUP inputs share a scale; codes are 0 to 15 around 8, eight in an int32."""
+    inputs, outputs = value.shape[1], value.shape[0]
+    groups = value.float().t().reshape(inputs // GROUP, GROUP, outputs)
+    scale = groups.abs().amax(dim=1, keepdim=True) / 7
+    codes = ((groups / scale).round() + 8).clamp(0, 15).to(torch.int64).reshape(inputs, outputs)
+    packed = {f"{prefix}scales": scale.squeeze(1).to(torch.float16 if value.dtype == torch.float16 else value.dtype)}
+    zeros = torch.full((inputs // GROUP, outputs), 8 if method == "awq" else 7, dtype=torch.int64)
+    if method == "awq":
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        packed[f"{prefix}qweight"] = _pack8(codes.reshape(inputs, -1, 8)[:, :, order])
+        packed[f"{prefix}qzeros"] = _pack8(zeros.reshape(inputs // GROUP, -1, 8)[:, :, order])
+    else:
+        packed[f"{prefix}qweight"] = _pack8(codes.reshape(-1, 8, outputs).transpose(1, 2))
+        packed[f"{prefix}qzeros"] = _pack8(zeros.reshape(inputs // GROUP, -1, 8))
+        packed[f"{prefix}g_idx"] = torch.arange(inputs, dtype=torch.int32) // GROUP
+    return packed
+
+
+def _pack8(codes: torch.Tensor) -> torch.Tensor:
+    # The last dimension's eight 4-bit codes in one int32, the first lowest.
+    shifts = torch.arange(0, 32, 4, dtype=torch.int64)
+    word = (codes << shifts).sum(dim=-1)
+    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+
+
+def quantize_fp8(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A linear layer's weight as float8_e4m3fn with one scale, as vLLM's `fp8` method reads it."""
     scale = (value.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
     return {name: (value.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale.reshape(1)}
 
 
-def write_checkpoint(path: Path, config: dict[str, Any], *, shards: int = 1, seed: int = 0, device: str = "cpu") -> int:
-    """Write config and shards under `path` and return the bytes of all tensors."""
+def write_checkpoint(
+    path: Path, config: dict[str, Any], *, shards: int = 1, seed: int = 0, device: str = "cpu",
+    quantization: str | None = None,
+) -> int:  # fmt: skip
+    """Write config and shards under `path` and return the bytes of all tensors.
+
+    quantization: a key of QUANTIZATION, for the linear layers.
+    """
+    if quantization is not None:
+        config = config | {"quantization_config": QUANTIZATION[quantization]}
     path.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, config["torch_dtype"])
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -105,8 +173,8 @@ def write_checkpoint(path: Path, config: dict[str, Any], *, shards: int = 1, see
         part = tensors[number * per_shard : (number + 1) * per_shard]
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"
         values = {name: random_tensor(name, shape, dtype, generator, device) for name, shape in part}
-        if "quantization_config" in config:
-            quantized = [quantize_fp8(name, value) for name, value in values.items()]
+        if quantization is not None:
+            quantized = [quantize(quantization, name, value) for name, value in values.items()]
             values = {name: value for tensors in quantized for name, value in tensors.items()}
         save_file(values, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(values, file)
@@ -134,13 +202,13 @@ def main() -> None:
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float16", "float32"]))
 @click.option("--tied", is_flag=True, help="Tie lm_head to the embeddings.")
 @click.option("--experts", default=0, show_default=True, help="Write a Mixtral-shaped model with that many experts.")
-@click.option("--fp8", is_flag=True, help="Store the linear layers as fp8 with one scale each.")
+@click.option("--quantization", default=None, type=click.Choice(sorted(QUANTIZATION)), help="Of the linear layers.")
 @click.option("--shards", default=1, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="Where the random values are drawn.")
 def llama(
     path: Path, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, dtype: str,
-    tied: bool, experts: int, fp8: bool, shards: int, seed: int, device: str,
+    tied: bool, experts: int, quantization: str | None, shards: int, seed: int, device: str,
 ) -> None:  # fmt: skip
     """Write a Llama-shaped checkpoint to PATH."""
     config = llama_config(
@@ -154,9 +222,7 @@ def llama(
             "num_local_experts": experts,
             "num_experts_per_tok": 2,
         }
-    if fp8:
-        config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    nbytes = write_checkpoint(path, config, shards=shards, seed=seed, device=device)
+    nbytes = write_checkpoint(path, config, shards=shards, seed=seed, device=device, quantization=quantization)
     click.echo(f"{path}: {nbytes / 2**30:.2f} GiB in {shards} shards")
 
 

@@ -32,21 +32,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "tied": {"tied": True},
     "moe": {"experts": 8},
-    "fp8": {"fp8": True},
+    "fp8": {"quantization": "fp8"},
+    "int8": {"quantization": "int8"},
+    "awq": {"quantization": "awq"},
+    "gptq": {"quantization": "gptq"},
     "fp8-online": {"engine": {"quantization": "fp8"}},
     # An embedding of 1.2 GiB: larger than a segment.
     "large": {"vocab": 640_000, "layers": 2},
 }
 
 
-def make(path: Path, *, tied: bool = False, experts: int = 0, fp8: bool = False, seed: int = 0, **shape: int) -> Path:
+def make(
+    path: Path, *, tied: bool = False, experts: int = 0, quantization: str | None = None, seed: int = 0, **shape: int
+) -> Path:
     config = llama_config(**(SHAPE | shape), dtype="bfloat16", tied=tied)
     if experts:
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
         config |= {"num_local_experts": experts, "num_experts_per_tok": 2}
-    if fp8:
-        config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    write_checkpoint(path, config, shards=2, seed=seed, device="cuda")
+    write_checkpoint(path, config, shards=2, seed=seed, device="cuda", quantization=quantization)
     return path
 
 
