@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from weightcache_loader import attach as binding
 from weightcache_loader import client, engine
+from weightcache_loader.key import build_key
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -124,7 +125,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         check_supported(vllm_config, self.options)
         attachment = client.attach(
             self._socket_path(),
-            engine.build_key(vllm_config, model_config, role=self.options.role),
+            build_key(vllm_config, model_config, role=self.options.role),
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
         )
