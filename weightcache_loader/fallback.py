@@ -19,8 +19,10 @@ from weightcached.wire.messages import Status, StatusReply
 # How often this process did not use a cache, by reason code; with fallback off as well, when the reason is raised.
 counts: Counter[str] = Counter()
 
-# Nobody who gave these answers would tell what it holds, or in time.
-_WITHOUT_STATUS = frozenset({"no-daemon", "unreachable", "runtime-path", "timeout", "protocol", "protocol-version"})
+# Whoever gave these answers would not say what it holds on this device, or not in time.
+_WITHOUT_STATUS = frozenset(
+    {"no-daemon", "unreachable", "runtime-path", "wrong-device", "timeout", "protocol", "protocol-version"}
+)
 _STATUS_TIMEOUT_S = 2.0
 
 

@@ -337,9 +337,11 @@ def test_phase_without_bytes_is_waited_for(
 
 
 def test_daemon_of_another_device_is_not_asked(path: Path, key: WeightCacheKey) -> None:
-    with StubDaemon(path, serving(), greeting=[welcome("cpu7")]) as daemon:
-        with pytest.raises(CacheConfigMismatchError) as e:
-            attach(path, key, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S, device="cpu0")
+    with (
+        StubDaemon(path, serving(), greeting=[welcome("cpu7")]) as daemon,
+        pytest.raises(CacheConfigMismatchError) as e,
+    ):
+        attach(path, key, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S, device="cpu0")
     assert str(e.value) == (
         f"the daemon on {path} serves cpu7, this engine runs on cpu0: name its socket in socket_path, or leave "
         "socket_path out"
