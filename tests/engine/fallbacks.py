@@ -2,6 +2,8 @@
 
     {"case": name, "options": {…}}       ask for the memory, then load; what came, what was logged and counted
     {"story": name}                      one of STORIES
+    {"checkpoint": path, "rung": "full", "options": {…}}   the engine's own checkpoint is this one, and the daemon asks
+                                                           for its digest; `change`: a file to write to just then
 
 CASES are the reasons against mapping, each as it is brought about.
 """
@@ -13,6 +15,7 @@ import dataclasses
 import json
 import logging
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -36,6 +39,7 @@ from weightcached.wire.messages import (
     FieldMismatch,
     Loading,
     Mismatch,
+    NeedDigest,
     Ready,
     Refused,
     Released,
@@ -328,6 +332,27 @@ CASES: dict[str, Context] = {
 }  # fmt: skip
 
 
+def asked_for_digest(process: Process, question: dict[str, Any]) -> dict[str, Any]:
+    """The daemon wants to know what is in the engine's checkpoint. `grown` is in KiB."""
+
+    def script(request: Request) -> Iterable[Answer]:
+        if isinstance(request, Status):
+            return [status("cpu0")]
+        if "change" in question:
+            with open(question["change"], "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"!")
+        return [NeedDigest(rung=question["rung"])]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with (
+        StubDaemon(process.socket, script),
+        mock.patch.object(process.config.model_config, "model", question["checkpoint"]),
+    ):
+        answer = process.load(question["options"])
+    return answer | {"grown": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before}
+
+
 # ---- one decision
 
 
@@ -415,6 +440,8 @@ def main() -> None:
             question = json.loads(line)
             if "story" in question:
                 answer = STORIES[question["story"]](process)
+            elif "checkpoint" in question:
+                answer = asked_for_digest(process, question)
             else:
                 with CASES[question["case"]](process):
                     answer = process.load(question["options"])
