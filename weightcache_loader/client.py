@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -74,11 +74,18 @@ class Attachment(NamedTuple):
 
 
 def attach(
-    path: Path, key: WeightCacheKey, *, connect_timeout_s: float, state_timeout_s: float, device: str = ""
+    path: Path,
+    key: WeightCacheKey,
+    *,
+    connect_timeout_s: float,
+    state_timeout_s: float,
+    device: str = "",
+    identity: Literal["full", "sampled"] = "full",
 ) -> Attachment:
     """Attach to the generation that matches `key`, waiting up to `state_timeout_s` while it loads.
 
-    With `device`, only to the daemon of that device. Raises WeightCacheUnavailableError and CacheConfigMismatchError
+    With `device`, only to the daemon of that device; with identity `sampled`, equal samples of the checkpoints are
+    enough. Raises WeightCacheUnavailableError and CacheConfigMismatchError
     with the one reason; RuntimePathError and ProtocolError for a socket or daemon that cannot be trusted.
     """
     connection = _connect(path, connect_timeout_s)
@@ -89,7 +96,8 @@ def attach(
                 "socket in socket_path, or leave socket_path out",
                 code="wrong-device",
             )
-        ready = _final_answer(connection, key, time.monotonic() + state_timeout_s)
+        request = Attach(key=key, wait=state_timeout_s > 0, identity=identity)
+        ready = _final_answer(connection, request, time.monotonic() + state_timeout_s)
         fds = connection.receive_descriptors(ready.descriptors, connect_timeout_s)
         try:
             if not fds:
@@ -130,17 +138,16 @@ def _read_index(ready: Ready, fd: OwnedFd) -> index_format.TensorIndex:
     return index
 
 
-def _final_answer(connection: Connection, key: WeightCacheKey, deadline: float) -> Ready:
-    wait = deadline > time.monotonic()
-    reply = connection.request(Attach(key=key, wait=wait), _SILENCE_S)
+def _final_answer(connection: Connection, attach: Attach, deadline: float) -> Ready:
+    reply = connection.request(attach, _SILENCE_S)
     waiting = _Waiting(deadline)
     while True:
         if isinstance(reply, Loading):
             waiting.note(reply)
             reply = connection.receive(_SILENCE_S)[0]
         elif isinstance(reply, NeedDigest):
-            key = _with_digest(key, reply)
-            reply = connection.request(Attach(key=key, wait=wait), _SILENCE_S)
+            attach = msgspec.structs.replace(attach, key=_with_digest(attach.key, reply))
+            reply = connection.request(attach, _SILENCE_S)
         else:
             return _ready_or_raise(reply)
 

@@ -152,6 +152,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
             device=engine.device_of_worker(),
+            identity=self.options.identity,
         )
         if (stage := engine.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()

@@ -356,6 +356,12 @@ def test_daemon_that_refuses_the_connection_is_unavailable(path: Path, key: Weig
     assert text == "the daemon refused: 64 connections are open, no more are taken"
 
 
+def test_engine_that_is_content_with_samples_says_so(path: Path, key: WeightCacheKey) -> None:
+    with StubDaemon(path, serving()) as daemon:
+        attach(path, key, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S, identity="sampled").close()
+    assert daemon.requests[1:] == [Attach(key=key, wait=True, identity="sampled")]
+
+
 def test_engine_that_does_not_wait_asks_so(path: Path, key: WeightCacheKey) -> None:
     with StubDaemon(path, serving(loading("configuring"))) as daemon:
         text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=0)
@@ -661,6 +667,7 @@ def test_daemon_that_answers_wrongly_is_asked_again(
     monkeypatch.setattr(client, "_REJOIN_MAX_S", 0.2)
     with StubDaemon(path, serving()):
         lease = leased(path, key)
+    lines.wait_for(GONE)
     scripts: Iterator[list[Answer]] = iter([first, [Rejoined()]])
     with StubDaemon(path, lambda request: next(scripts)):
         assert lease.connected.wait(BOUND_S)
@@ -684,6 +691,7 @@ def test_refused_rejoin_ends_with_a_log_line(path: Path, key: WeightCacheKey, li
 def test_daemon_of_another_protocol_is_waited_out(path: Path, key: WeightCacheKey, lines: Lines) -> None:
     with StubDaemon(path, serving()):
         lease = leased(path, key)
+    lines.wait_for(GONE)
     with StubDaemon(path, greeting=[welcome(protocol=2)]) as daemon:
         until(lambda: bool(daemon.requests))
     with StubDaemon(path, rejoining(Rejoined())):
