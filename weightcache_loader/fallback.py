@@ -43,11 +43,11 @@ def check_room(
         # Not to be told: the load itself will say what is wrong.
         return
     if needed > free:
-        caches = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in held.items())
+        caches = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in held.items())
         raise OutOfDeviceMemoryError(
             f"the cache cannot be used ({reason}), and a load from disk has no room beside it: it needs at least "
-            f"{_gib(needed)} on {device}, {_gib(free)} of {_gib(total)} are free, the daemon holds {caches}; make the "
-            f"engine match the cache, or 'weightcachectl drop {next(iter(held))}'",
+            f"{_size(needed)} on {device}, {_size(free)} of {_size(total)} are free, the daemon holds {caches}; make "
+            f"the engine match the cache, or 'weightcachectl drop {next(iter(held))}'",
             code="no-room",
         )
 
@@ -78,5 +78,5 @@ def needed_bytes(vllm_config: Any, model_config: Any, load_format: str) -> int:
     return share // 4 if model_config.quantization else share
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
