@@ -142,7 +142,7 @@ class Process:
         before = fallback.counts.copy()
         self.log.clear()
         answer: dict[str, Any] = {}
-        began = time.monotonic()
+        began, worked = time.monotonic(), time.process_time()
         try:
             answer["memory"] = self.loader(options).get_external_weight_memory(self.config)
             model = self.loader(options).load_model(self.config, self.config.model_config)
@@ -153,6 +153,7 @@ class Process:
         finally:
             self.config.compilation_config.static_forward_context.clear()
         answer["seconds"] = time.monotonic() - began
+        answer["cpu_seconds"] = time.process_time() - worked
         answer["log"] = list(self.log)
         answer["counted"] = dict(fallback.counts - before)
         return answer

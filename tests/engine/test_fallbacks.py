@@ -98,6 +98,9 @@ REASONS: dict[str, tuple[str, str, str]] = {
         "offload_group_size 2 moves weights out of device memory: set it to 0 to use the cache",
     ),
 }  # fmt: skip
+# Processor time tells, however busy the machine is; the wait is bounded too.
+CPU_LIMIT_S = 2.0
+WALL_LIMIT_S = 20.0
 OPTIONS: dict[str, dict[str, Any]] = {"loading": {"state_timeout_s": 0.3}}
 # What else is logged: how far a load is, and the traceback of what nobody foresaw.
 BESIDE = {"waiting for tiny/target: weights 0.0 of 0.0 GiB", "attaching failed"}
@@ -156,7 +159,8 @@ def test_reason_is_logged_once_and_counted_and_the_model_loads_from_disk(plugin:
         assert answer.get("loaded") == [load_format, extra], answer
         assert [line for line in answer["log"] if line not in BESIDE] == [f"loading from disk ({load_format}): {text}"]
         assert answer["counted"] == {code: 1}
-        assert answer["seconds"] < 2
+        assert answer["cpu_seconds"] < CPU_LIMIT_S
+        assert answer["seconds"] < WALL_LIMIT_S
 
 
 @pytest.mark.parametrize("name", REASONS)
@@ -167,7 +171,8 @@ def test_reason_is_raised_and_counted_where_fallback_is_off(plugin: Plugin, name
         assert answer.get("error") == [kind, text], answer
         assert [line for line in answer["log"] if line not in BESIDE] == []
         assert answer["counted"] == {code: 1}
-        assert answer["seconds"] < 2
+        assert answer["cpu_seconds"] < CPU_LIMIT_S
+        assert answer["seconds"] < WALL_LIMIT_S
 
 
 def test_every_reason_has_its_own_wording_and_its_line_in_the_documentation() -> None:
