@@ -92,19 +92,24 @@ def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
 def skeleton_of(model: nn.Module) -> str:
     """Digest of a freshly built model's structure: names, shapes, dtypes, and classes of all that hangs in it.
 
-    What differs with compilation alone is left out: an engine started with enforce_eager maps the same bytes.
+    Enums count: kernel backends are chosen by them. Other values do not, and neither does what differs with
+    compilation alone: an engine started with enforce_eager or another max_model_len maps the same bytes.
     """
     digest = hashlib.sha256()
     for slot in walk(model):
         if isinstance(slot, TensorSlot):
             t = slot.tensor
             line = f"{slot.path} {slot.kind} {slot.persistent} {t.dtype} {tuple(t.shape)} {type_name(type(t))}"
-        elif slot.restorable or slot.path.endswith("._forward_method"):
+        elif (slot.restorable and not _is_backend(slot.wire)) or slot.path.endswith("._forward_method"):
             continue
         else:
             line = f"{slot.path} {slot.wire}"
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()
+
+
+def _is_backend(wire: Any) -> bool:
+    return isinstance(wire, dict) and "$enum" in wire and not wire["$enum"][0].startswith("vllm.config")
 
 
 class Binder:

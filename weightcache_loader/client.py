@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -50,6 +50,10 @@ SOFTWARE = f"weightcached {__version__}"
 _PROGRESS_LOG_INTERVAL_S = 5.0
 # A daemon says Loading about once a second; silence for this long is a wedged daemon.
 _SILENCE_S = 30.0
+# A load that neither moves a byte nor changes its phase for this long is not waited for. What waits for its turn, and
+# a digest that the daemon makes, report no bytes: the daemon itself watches over those.
+_STALL_S = 120.0
+_PHASES_WITHOUT_BYTES = ("queued", "digest")
 _REJOIN_FIRST_S = 0.2
 _REJOIN_MAX_S = 2.0
 # A lease that is closed while it connects and asks may take two deadlines to notice.
@@ -69,15 +73,31 @@ class Attachment(NamedTuple):
         self.connection.close()
 
 
-def attach(path: Path, key: WeightCacheKey, *, connect_timeout_s: float, state_timeout_s: float) -> Attachment:
+def attach(
+    path: Path,
+    key: WeightCacheKey,
+    *,
+    connect_timeout_s: float,
+    state_timeout_s: float,
+    device: str = "",
+    identity: Literal["full", "sampled"] = "full",
+) -> Attachment:
     """Attach to the generation that matches `key`, waiting up to `state_timeout_s` while it loads.
 
-    Raises WeightCacheUnavailableError and CacheConfigMismatchError with the one reason; RuntimePathError and
-    ProtocolError for a socket or daemon that cannot be trusted.
+    With `device`, only to the daemon of that device; with identity `sampled`, equal samples of the checkpoints are
+    enough. Raises WeightCacheUnavailableError and CacheConfigMismatchError
+    with the one reason; RuntimePathError and ProtocolError for a socket or daemon that cannot be trusted.
     """
-    connection = Connection.connect(path, timeout_s=connect_timeout_s, purpose="engine", software=SOFTWARE)
+    connection = _connect(path, connect_timeout_s)
     try:
-        ready = _final_answer(connection, key, time.monotonic() + state_timeout_s)
+        if device and connection.welcome.device != device:
+            raise CacheConfigMismatchError(
+                f"the daemon on {path} serves {connection.welcome.device}, this engine runs on {device}: name its "
+                "socket in socket_path, or leave socket_path out",
+                code="wrong-device",
+            )
+        request = Attach(key=key, wait=state_timeout_s > 0, identity=identity)
+        ready = _final_answer(connection, request, time.monotonic() + state_timeout_s)
         fds = connection.receive_descriptors(ready.descriptors, connect_timeout_s)
         try:
             if not fds:
@@ -89,6 +109,17 @@ def attach(path: Path, key: WeightCacheKey, *, connect_timeout_s: float, state_t
     except BaseException:
         connection.close()
         raise
+
+
+def _connect(path: Path, timeout_s: float) -> Connection:
+    try:
+        return Connection.connect(path, timeout_s=timeout_s, purpose="engine", software=SOFTWARE)
+    except WeightcachedError as e:
+        if type(e) is not WeightcachedError:
+            raise
+        # A refusal whose code has no class of its own here.
+        code = e.code if e.code == "protocol-version" else "refused"
+        raise WeightCacheUnavailableError(f"the daemon refused: {e}", code=code) from e
 
 
 def _read_index(ready: Ready, fd: OwnedFd) -> index_format.TensorIndex:
@@ -107,22 +138,16 @@ def _read_index(ready: Ready, fd: OwnedFd) -> index_format.TensorIndex:
     return index
 
 
-def _final_answer(connection: Connection, key: WeightCacheKey, deadline: float) -> Ready:
-    wait = deadline > time.monotonic()
-    reply = connection.request(Attach(key=key, wait=wait), _SILENCE_S)
-    progress = _Progress()
+def _final_answer(connection: Connection, attach: Attach, deadline: float) -> Ready:
+    reply = connection.request(attach, _SILENCE_S)
+    waiting = _Waiting(deadline)
     while True:
         if isinstance(reply, Loading):
-            progress.note(reply)
-            if time.monotonic() >= deadline:
-                raise WeightCacheUnavailableError(
-                    f"{reply.cache} is still loading ({reply.phase}); raise state_timeout_s to wait longer, "
-                    "'weightcachectl status' shows how far it is"
-                )
+            waiting.note(reply)
             reply = connection.receive(_SILENCE_S)[0]
         elif isinstance(reply, NeedDigest):
-            key = _with_digest(key, reply)
-            reply = connection.request(Attach(key=key, wait=wait), _SILENCE_S)
+            attach = msgspec.structs.replace(attach, key=_with_digest(attach.key, reply))
+            reply = connection.request(attach, _SILENCE_S)
         else:
             return _ready_or_raise(reply)
 
@@ -142,15 +167,16 @@ def _ready_or_raise(reply: Reply) -> Ready:
         case Mismatch():
             raise CacheConfigMismatchError(f"{reply.cache} is cached with another key: {mismatch_text(reply.fields)}")
         case Absent():
-            raise WeightCacheUnavailableError(f"the daemon has no such cache: {reply.reason}")
+            raise WeightCacheUnavailableError(f"the daemon has no such cache: {reply.reason}", code="absent")
         case Failed():
-            raise WeightCacheUnavailableError(f"{reply.cache} failed to load: {reply.error}")
+            raise WeightCacheUnavailableError(f"{reply.cache} failed to load: {reply.error}", code="failed")
         case Released():
             raise WeightCacheUnavailableError(
-                f"{reply.cache} was released to an engine in copy mode; 'weightcachectl reload' brings it back"
+                f"{reply.cache} was released to an engine in copy mode; 'weightcachectl reload' brings it back",
+                code="released",
             )
         case Refused():
-            raise WeightCacheUnavailableError(f"the daemon refused: {reply.message}")
+            raise WeightCacheUnavailableError(f"the daemon refused: {reply.message}", code="refused")
         case _:
             raise ProtocolError(f"the daemon answered Attach with {type(reply).__name__}")
 
@@ -160,14 +186,36 @@ def mismatch_text(fields: list[FieldMismatch]) -> str:
     return "; ".join(f"{f.field} is {f.cached}, asked {f.asked}" for f in fields)
 
 
-class _Progress:
-    """One log line every few seconds while a cache loads."""
+class _Waiting:
+    """Watches a load: one log line every few seconds, and an end when time is up or progress stops."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
         self._logged_at = 0.0
+        self._last = ("", 0)
+        self._advanced_at = time.monotonic()
 
     def note(self, loading: Loading) -> None:
+        """What the daemon says now. Raises WeightCacheUnavailableError once it is not worth waiting."""
         now = time.monotonic()
+        if (loading.phase, loading.done_bytes) != self._last or loading.phase in _PHASES_WITHOUT_BYTES:
+            self._last, self._advanced_at = (loading.phase, loading.done_bytes), now
+        self._log(loading, now)
+        if now >= self._deadline:
+            raise WeightCacheUnavailableError(
+                f"{loading.cache} is still loading ({loading.phase}); raise state_timeout_s to wait longer, "
+                "'weightcachectl status' shows how far it is",
+                code="still-loading",
+            )
+        if now - self._advanced_at >= _STALL_S:
+            raise WeightCacheUnavailableError(
+                f"{loading.cache} has stopped loading: {loading.phase} stands at {loading.done_bytes} of "
+                f"{loading.total_bytes} bytes for {now - self._advanced_at:.0f} s; 'weightcachectl status' shows its "
+                "state, 'journalctl --user' what its loader says",
+                code="stalled",
+            )
+
+    def _log(self, loading: Loading, now: float) -> None:
         if now - self._logged_at < _PROGRESS_LOG_INTERVAL_S:
             return
         self._logged_at = now

@@ -1,13 +1,14 @@
 """IpcModelLoader: vLLM's load format `ipc_cache`, served by weightcached.
 
 One decision per engine: at the first of memory query and load the plug-in attaches, keeps the lease, and uses the
-same answer for both. All ranks map or none does.
+same answer for both. All ranks map or none does. docs/fallback.md lists every reason against mapping.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+import traceback
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,12 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from weightcache_loader import attach as binding
-from weightcache_loader import client, engine
+from weightcache_loader import client, engine, fallback
+from weightcache_loader.key import build_key
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
     CacheConfigMismatchError,
+    OutOfDeviceMemoryError,
     UnsupportedPlatformForIPCError,
     UnsupportedQuantForIPCError,
     WeightcachedError,
@@ -41,8 +44,13 @@ class Decision(NamedTuple):
     reason: WeightcachedError | None
 
 
+class _Kept(NamedTuple):
+    engine: str
+    decision: Decision
+
+
 # By role and until the load that uses it: vLLM makes a new loader object for every question.
-_decisions: dict[str, Decision] = {}
+_decisions: dict[str, _Kept] = {}
 
 
 class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
@@ -97,8 +105,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             result = self._map_model(vllm_config, model_config, prefix, decision.attachment)
             if isinstance(result, nn.Module):
                 return result
-            decision = Decision(None, result)
-        return self._fall_back(vllm_config, model_config, prefix, decision.reason)
+            self._give_up(vllm_config, model_config, result)
+        return self._disk_loader().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def _model_config(self, vllm_config: Any) -> Any:
         if self.options.is_draft:
@@ -106,26 +114,44 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return vllm_config.model_config
 
     def _decide(self, vllm_config: Any, model_config: Any) -> Decision:
-        decision = _decisions.get(self.options.role)
-        if decision is None:
-            try:
-                decision = Decision(self._attach(vllm_config, model_config), None)
-            except (WeightcachedError, OSError) as e:
-                reason = e if isinstance(e, WeightcachedError) else WeightCacheUnavailableError(str(e))
-                decision = Decision(None, reason)
-            if not all_ranks(decision.attachment is not None, self.options.role) and decision.attachment is not None:
-                decision.attachment.close()
-                decision = Decision(None, WeightCacheUnavailableError("another rank of this engine cannot attach"))
-            _decisions[self.options.role] = decision
-        return decision
+        """The decision of this engine. Raises its reason, with fallback off, and OutOfDeviceMemoryError."""
+        role, asking = self.options.role, f"{getattr(vllm_config, 'instance_id', '')} {model_config.model}"
+        kept = _decisions.pop(role, None)
+        if kept is not None and kept.engine != asking:
+            # An engine that ended between its questions; this one is another, perhaps with another model.
+            if kept.decision.attachment is not None:
+                kept.decision.attachment.close()
+            kept = None
+        if kept is None:
+            decision = self._first_decision(vllm_config, model_config)
+            if decision.reason is not None:
+                self._give_up(vllm_config, model_config, decision.reason)
+            kept = _Kept(asking, decision)
+        _decisions[role] = kept
+        return kept.decision
+
+    def _first_decision(self, vllm_config: Any, model_config: Any) -> Decision:
+        try:
+            attachment = self._attach(vllm_config, model_config)
+        except Exception as e:
+            # Whatever it is: the other ranks wait to hear of it.
+            attachment, reason = None, reason_of(e)
+        if all_ranks(attachment is not None, self.options.role):
+            return Decision(attachment, None)
+        if attachment is not None:
+            attachment.close()
+            reason = WeightCacheUnavailableError("another rank of this engine cannot attach", code="another-rank")
+        return Decision(None, reason)
 
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
         check_supported(vllm_config, self.options)
         attachment = client.attach(
             self._socket_path(),
-            engine.build_key(vllm_config, model_config, role=self.options.role),
+            build_key(vllm_config, model_config, role=self.options.role),
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
+            device=engine.device_of_worker(),
+            identity=self.options.identity,
         )
         if (stage := engine.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()
@@ -157,15 +183,12 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         with engine.collection_paused(), engine.isolated_build(vllm_config, keep=True) as build:
             try:
                 model = self._build(vllm_config, model_config, prefix, attachment)
-            except WeightcachedError as e:
-                reason = e
             except Exception as e:
-                log.exception("attaching %s failed", attachment.ready.cache)
-                reason = WeightCacheUnavailableError(f"attaching failed: {type(e).__name__}: {e}")
-            if not all_ranks(model is not None, self.options.role):
-                model, reason = (
-                    None,
-                    reason or WeightCacheUnavailableError("another rank of this engine failed to attach"),
+                reason = reason_of(e)
+            if not all_ranks(model is not None, self.options.role) and model is not None:
+                model = None
+                reason = WeightCacheUnavailableError(
+                    "another rank of this engine failed to attach", code="another-rank"
                 )
             build.keep = model is not None
         if model is None:
@@ -208,14 +231,35 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         )  # fmt: skip
         return model
 
-    def _fall_back(
-        self, vllm_config: Any, model_config: Any, prefix: str, reason: WeightcachedError | None
-    ) -> nn.Module:
-        assert reason is not None
+    def _give_up(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> None:
+        """Count and log the reason, once: from here on the engine loads from disk.
+
+        Raises the reason, with fallback off, and OutOfDeviceMemoryError where a load from disk has no room.
+        """
+        fallback.counts[reason.code] += 1
         if not self.options.fallback:
             raise reason
+        no_room = self._no_room(vllm_config, model_config, reason)
+        if not all_ranks(no_room is None, self.options.role):
+            raise no_room or OutOfDeviceMemoryError(
+                f"the cache cannot be used ({reason}), and another rank has no room for a load from disk beside it",
+                code="no-room",
+            )
+        _forget_frames(reason)
         log.warning("loading from disk (%s): %s", self.options.fallback_load_format, reason)
-        return self._disk_loader().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+    def _no_room(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> OutOfDeviceMemoryError | None:
+        if reason.code == UnsupportedPlatformForIPCError.code:
+            return None
+        try:
+            device, socket = engine.device_of_worker(), self._socket_path()
+            fallback.check_room(vllm_config, model_config, device, socket, self.options.fallback_load_format, reason)
+        except OutOfDeviceMemoryError as e:
+            return e
+        except Exception as e:
+            # Not worth an engine: the load itself says what is wrong.
+            log.debug("no telling whether a load from disk has room: %s", e)
+        return None
 
     def _disk_loader(self) -> Any:
         disk = dataclasses.replace(
@@ -226,20 +270,49 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return get_model_loader(disk)
 
 
+def reason_of(e: Exception) -> WeightcachedError:
+    """The error as a reason for not mapping; one that nobody foresaw is logged with its traceback."""
+    if isinstance(e, WeightcachedError):
+        return e
+    if not isinstance(e, OSError):
+        log.error("attaching failed", exc_info=e)
+    return WeightCacheUnavailableError(f"attaching failed: {type(e).__name__}: {e}", code="attach-failed")
+
+
+def _forget_frames(e: BaseException | None) -> None:
+    # Their locals are a half-built model and what it maps, which would stay for as long as the load from disk takes.
+    while e is not None:
+        traceback.clear_frames(e.__traceback__)
+        e = e.__cause__ or e.__context__
+
+
 def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
     """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError, UnsupportedQuantForIPCError."""
     if not engine.stage_of_platform():
         from vllm.platforms import current_platform
 
         raise UnsupportedPlatformForIPCError(f"platform {current_platform.device_name} has no segment backend")
-    if getattr(vllm_config.parallel_config, "enable_eplb", False):
-        raise UnsupportedQuantForIPCError("enable_eplb moves experts while serving: leave it out to use the cache")
+    parallel, offload = vllm_config.parallel_config, getattr(vllm_config, "offload_config", None)
+    for name in ("enable_eplb", "enable_elastic_ep"):
+        if getattr(parallel, name, False):
+            raise UnsupportedQuantForIPCError(
+                f"{name} moves experts while serving: leave it out to use the cache", code="eplb"
+            )
     if options.mode == "zero_copy" and getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise UnsupportedPlatformForIPCError("enable_sleep_mode frees weights that others map: use mode copy")
-    offload = getattr(vllm_config, "offload_config", None)
-    uva = getattr(offload, "uva", None)
-    if getattr(uva, "cpu_offload_gb", 0) or getattr(vllm_config.cache_config, "cpu_offload_gb", 0):
-        raise UnsupportedPlatformForIPCError("cpu_offload_gb moves weights out of device memory: set it to 0")
+        raise UnsupportedPlatformForIPCError(
+            "enable_sleep_mode frees weights that others map: use mode copy", code="sleep-mode"
+        )
+    # Where vLLM keeps them has moved: the cache's configuration had the first.
+    offloaded = {
+        "cpu_offload_gb": getattr(vllm_config.cache_config, "cpu_offload_gb", 0)
+        or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0),
+        "offload_group_size": getattr(getattr(offload, "prefetch", None), "offload_group_size", 0),
+    }
+    for name, value in offloaded.items():
+        if value:
+            raise UnsupportedPlatformForIPCError(
+                f"{name} {value} moves weights out of device memory: set it to 0 to use the cache", code="cpu-offload"
+            )
 
 
 def all_ranks(ok: bool, role: str) -> bool:

@@ -14,10 +14,18 @@ EXIT_CONFIG = 78
 
 
 class WeightcachedError(Exception):
-    """Base of all errors here. `str()` is one complete message for a person."""
+    """Base of all errors here. `str()` is one complete message for a person.
+
+    Each class has a code; `code` names a cause more closely, for counters.
+    """
 
     code = "error"
     exit_status = EXIT_FAILURE
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        if code:
+            self.code = code
 
 
 class ManifestError(WeightcachedError):

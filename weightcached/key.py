@@ -1,7 +1,7 @@
 """WeightCacheKey: everything that must be equal for cached bytes to be the right ones.
 
 This module only holds and compares keys. The one function that builds them from an engine's configuration is
-weightcache_loader.engine.build_key; the loader child and the engine both call it. docs/identity.md has the table
+weightcache_loader.key.build_key; the loader child and the engine both call it. docs/identity.md has the table
 of which field guards which fault.
 """
 
@@ -32,6 +32,7 @@ class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
     quantization: _Value = ABSENT
     quant_config_digest: _Value = ABSENT
     kv_cache_dtype: _Value = ABSENT
+    kv_cache_skip_layers: _Value = ABSENT
     stage: _Value = ABSENT
     tp_size: int = 1
     tp_rank: int = 0
@@ -41,6 +42,7 @@ class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int = 0
     ep_size: int = 1
     ep_rank: int = 0
+    context_parallel: _Value = ABSENT
     pp_layer_partition: _Value = ABSENT
     expert_placement: _Value = ABSENT
     multimodal_limits: _Value = ABSENT
@@ -49,6 +51,7 @@ class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
     speculative: _Value = ABSENT
     kernel_backends: dict[_Value, _Value] = {}
     environment: dict[_Value, _Value] = {}
+    additional_config: _Value = ABSENT
     versions: dict[_Value, _Value] = {}
     device_name: _Value = ABSENT
     compute_capability: _Value = ABSENT

@@ -107,7 +107,8 @@ def check_socket(path: Path) -> None:
     """
     if not os.path.lexists(path.parent) or not os.path.lexists(path):
         raise WeightCacheUnavailableError(
-            f"no weightcached daemon listens on {path}: systemctl --user start weightcached@{path.stem}.service"
+            f"no weightcached daemon listens on {path}: systemctl --user start weightcached@{path.stem}.service",
+            code="no-daemon",
         )
     check_private_dir(path.parent)
     info = os.lstat(path)

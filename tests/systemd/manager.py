@@ -42,7 +42,7 @@ class PrivateManager:
         self.log_path = self.runtime_dir / "manager.log"
         self._extra_env = dict(extra_env or {})
         self._process: subprocess.Popen[bytes] | None = None
-        self._cgroup: Path | None = None
+        self._cgroups: list[Path] = []
 
     @property
     def env(self) -> dict[str, str]:
@@ -61,9 +61,9 @@ class PrivateManager:
         """Start the manager and wait until it answers. Raises ManagerError."""
         # sd_booted(3): systemctl talks to no manager on a machine without this directory.
         Path("/run/systemd/system").mkdir(parents=True, exist_ok=True)
-        self._cgroup = _new_cgroup()
+        self._cgroups = _new_cgroups()
         with open(self.log_path, "wb") as log:
-            self._process = _spawn(self._cgroup, self.env, log)
+            self._process = _spawn(self._cgroups, self.env, log)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self.systemctl("is-system-running", check=False).returncode != 0:
             if self._process.poll() is not None or time.monotonic() > deadline_s:
@@ -108,8 +108,8 @@ class PrivateManager:
         process, self._process = self._process, None
         if process is not None:
             self._end(process)
-        cgroup, self._cgroup = self._cgroup, None
-        if cgroup is not None:
+        cgroups, self._cgroups = self._cgroups, []
+        for cgroup in cgroups:
             _remove_cgroup(cgroup)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
@@ -129,27 +129,31 @@ class PrivateManager:
         self.close()
 
 
-def _new_cgroup() -> Path:
-    """A cgroup of our own: in the systemd hierarchy of version 1 (hybrid), or below our own group in version 2."""
-    hybrid = Path("/sys/fs/cgroup/systemd")
-    base = hybrid if hybrid.is_dir() else Path("/sys/fs/cgroup")
-    own = Path("/proc/self/cgroup").read_text().splitlines()
-    lines = [line for line in own if line.startswith("0::") or ":name=systemd:" in line]
-    wanted = ":name=systemd:" if base == hybrid else "0::"
-    path = next((line.split(":", 2)[2] for line in lines if wanted in line), "/")
-    group = base / path.lstrip("/") / f"weightcached-manager-{os.getpid()}-{time.monotonic_ns()}"
-    try:
-        group.mkdir()
-    except OSError as e:
-        raise ManagerError(
-            f"cannot make the cgroup {group}: {e.strerror}; run as root or with a delegated cgroup"
-        ) from e
-    return group
+def _new_cgroups() -> list[Path]:
+    """A cgroup of our own in every hierarchy by which a manager tracks processes.
+
+    On a machine with both versions these are two, and the manager looks at the one of version 2. Without a group of
+    its own there, its units would have the root's, and two managers with a unit of one name would kill each other's.
+    """
+    own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    mounts = {"name=systemd": Path("/sys/fs/cgroup/systemd"), "": Path("/sys/fs/cgroup/unified")}
+    bases = {kind: base for kind, base in mounts.items() if base.is_dir()} or {"": Path("/sys/fs/cgroup")}
+    name = f"weightcached-manager-{os.getpid()}-{time.monotonic_ns()}"
+    groups = [base / own.get(kind, "/").lstrip("/") / name for kind, base in bases.items()]
+    for group in groups:
+        try:
+            group.mkdir()
+        except OSError as e:
+            raise ManagerError(
+                f"cannot make the cgroup {group}: {e.strerror}; run as root or with a delegated cgroup"
+            ) from e
+    return groups
 
 
-def _spawn(cgroup: Path, env: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    # The shell moves itself first, so that the manager finds itself in a group of its own from the start.
-    command = f'echo $$ > "{cgroup}/cgroup.procs" && exec {SYSTEMD} --user --log-target=console'
+def _spawn(cgroups: Sequence[Path], env: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    # The shell moves itself first, so that the manager finds itself in groups of its own from the start.
+    moves = " && ".join(f'echo $$ > "{cgroup}/cgroup.procs"' for cgroup in cgroups)
+    command = f"{moves} && exec {SYSTEMD} --user --log-target=console"
     return subprocess.Popen(
         ["/bin/sh", "-c", command], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )

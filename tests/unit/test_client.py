@@ -206,6 +206,10 @@ def test_every_code_names_one_class() -> None:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, WeightcachedError)]
     assert len({c.code for c in classes}) == len(classes)
     assert [type(error_of(Refused(code=c.code, message="x"))) for c in classes] == classes
+    assert [error_of(Refused(code=code, message="x")).code for code in ("key-mismatch", "new")] == [
+        "key-mismatch",
+        "new",
+    ]
 
 
 def test_missed_deadline_of_a_request_closes_the_connection(path: Path) -> None:

@@ -109,3 +109,18 @@ def test_cancelled_digest_leaves_nothing_running(scene: Scene) -> None:
 
     asyncio.run(main())
     scene.generation.retire()
+
+
+def test_engine_that_is_content_with_samples_is_answered_without_a_full_digest(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    async def child(identity: CheckpointIdentity) -> str:
+        raise AssertionError("no full digest is needed")
+
+    async def main() -> None:
+        matcher = Matcher(scene.caches, "cpu0", child)
+        assert await matcher.match(with_checkpoint(scene.asked, full=""), sampled=True) is scene.generation
+        await matcher.close()
+
+    asyncio.run(main())
+    scene.generation.retire()

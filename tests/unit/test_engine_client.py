@@ -299,6 +299,69 @@ def test_loading_beyond_the_deadline_is_unavailable(path: Path, key: WeightCache
     assert 0.3 <= time.monotonic() - began < TIMEOUT_S
 
 
+def test_load_that_stops_is_not_waited_for(path: Path, key: WeightCacheKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_STALL_S", 0.3)
+
+    def script(request: Request) -> Iterable[Answer]:
+        for done in range(1, 6):
+            yield loading(done_bytes=done, total_bytes=9)
+            time.sleep(0.1)
+        while True:
+            yield loading(done_bytes=5, total_bytes=9)
+            time.sleep(0.02)
+
+    began = time.monotonic()
+    with StubDaemon(path, script):
+        text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=BOUND_S)
+    assert text == (
+        "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 0 s; 'weightcachectl status' shows its "
+        "state, 'journalctl --user' what its loader says"
+    )
+    assert 0.7 <= time.monotonic() - began < TIMEOUT_S, "while bytes came it was waited for longer than that"
+
+
+@pytest.mark.parametrize("phase", ["queued", "digest"])
+def test_phase_without_bytes_is_waited_for(
+    path: Path, key: WeightCacheKey, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    monkeypatch.setattr(client, "_STALL_S", 0.1)
+
+    def script(request: Request) -> Iterable[Answer]:
+        for _ in range(15):
+            yield loading(phase)
+            time.sleep(0.02)
+        yield from handing_out(SEGMENT)
+
+    with StubDaemon(path, script):
+        run(path, key).close()
+
+
+def test_daemon_of_another_device_is_not_asked(path: Path, key: WeightCacheKey) -> None:
+    with (
+        StubDaemon(path, serving(), greeting=[welcome("cpu7")]) as daemon,
+        pytest.raises(CacheConfigMismatchError) as e,
+    ):
+        attach(path, key, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S, device="cpu0")
+    assert str(e.value) == (
+        f"the daemon on {path} serves cpu7, this engine runs on cpu0: name its socket in socket_path, or leave "
+        "socket_path out"
+    )
+    assert [type(request) for request in daemon.requests] == [Hello]
+
+
+def test_daemon_that_refuses_the_connection_is_unavailable(path: Path, key: WeightCacheKey) -> None:
+    full = Refused(code="too-many", message="64 connections are open, no more are taken")
+    with StubDaemon(path, serving(), greeting=[full]):
+        text = refused(WeightCacheUnavailableError, path, key)
+    assert text == "the daemon refused: 64 connections are open, no more are taken"
+
+
+def test_engine_that_is_content_with_samples_says_so(path: Path, key: WeightCacheKey) -> None:
+    with StubDaemon(path, serving()) as daemon:
+        attach(path, key, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S, identity="sampled").close()
+    assert daemon.requests[1:] == [Attach(key=key, wait=True, identity="sampled")]
+
+
 def test_engine_that_does_not_wait_asks_so(path: Path, key: WeightCacheKey) -> None:
     with StubDaemon(path, serving(loading("configuring"))) as daemon:
         text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=0)
@@ -604,6 +667,7 @@ def test_daemon_that_answers_wrongly_is_asked_again(
     monkeypatch.setattr(client, "_REJOIN_MAX_S", 0.2)
     with StubDaemon(path, serving()):
         lease = leased(path, key)
+    lines.wait_for(GONE)
     scripts: Iterator[list[Answer]] = iter([first, [Rejoined()]])
     with StubDaemon(path, lambda request: next(scripts)):
         assert lease.connected.wait(BOUND_S)
@@ -627,6 +691,7 @@ def test_refused_rejoin_ends_with_a_log_line(path: Path, key: WeightCacheKey, li
 def test_daemon_of_another_protocol_is_waited_out(path: Path, key: WeightCacheKey, lines: Lines) -> None:
     with StubDaemon(path, serving()):
         lease = leased(path, key)
+    lines.wait_for(GONE)
     with StubDaemon(path, greeting=[welcome(protocol=2)]) as daemon:
         until(lambda: bool(daemon.requests))
     with StubDaemon(path, rejoining(Rejoined())):
@@ -654,6 +719,7 @@ def test_socket_that_vanishes_under_the_look_at_it_is_tried_again(
             raise FileNotFoundError(2, "No such file or directory", str(path))
         return real(*arguments, **options)
 
+    lines.wait_for(GONE)
     monkeypatch.setattr(Connection, "connect", vanishing)
     with StubDaemon(path, rejoining(Rejoined())):
         assert lease.connected.wait(BOUND_S)

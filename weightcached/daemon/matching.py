@@ -57,8 +57,11 @@ class Matcher:
         self._digest_child = digest_child
         self._digests: dict[Generation, asyncio.Task[str]] = {}
 
-    async def match(self, key: WeightCacheKey) -> Answer:
-        """The generation that `key` matches, or the message that says why there is none (yet)."""
+    async def match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
+        """The generation that `key` matches, or the message that says why there is none (yet).
+
+        Equal samples of the checkpoints are enough if the manifest says so for the cache, or `sampled` for the engine.
+        """
         offers = self._offers(key)
         if not offers:
             return Absent(
@@ -73,7 +76,9 @@ class Matcher:
             if fields:
                 nearest.append(_mismatch(offer.cache, [FieldMismatch(*field) for field in fields]))
                 continue
-            verdict = decide(_identity(offer, offer.key), key.checkpoint, mode=offer.cache.identity)
+            verdict = decide(
+                _identity(offer, offer.key), key.checkpoint, mode="sampled" if sampled else offer.cache.identity
+            )
             if isinstance(verdict, Equal):
                 return _final(offer)
             if isinstance(verdict, Different):
@@ -81,7 +86,7 @@ class Matcher:
             elif isinstance(verdict, Need):
                 undecided.append(_Undecided(offer, verdict))
         if undecided:
-            return await self._settle(undecided[0], key)
+            return await self._settle(undecided[0], key, sampled=sampled)
         unknown = [offer for offer in offers if offer.key is None]
         return _without_match(unknown, nearest)
 
@@ -105,7 +110,7 @@ class Matcher:
         gone = [_Offer(c, c.last_key, None) for c in caches if not c.generation and not c.load]
         return served + loading + gone
 
-    async def _settle(self, undecided: _Undecided, asked: WeightCacheKey) -> Answer:
+    async def _settle(self, undecided: _Undecided, asked: WeightCacheKey, *, sampled: bool) -> Answer:
         """Neither equal nor different so far: have the missing digest made, by the engine or by us."""
         offer, need = undecided
         if not isinstance(offer.what, Generation) or offer.key is None:
@@ -125,7 +130,7 @@ class Matcher:
             if task.result():
                 return _digest_failure(offer.cache, offer.key, asked, task.result())
             # Made while we looked at the files: now it can be decided.
-            return await self.match(asked)
+            return await self.match(asked, sampled=sampled)
         return Loading(cache=offer.cache.name, phase="digest")
 
     def _full_digest(self, generation: Generation) -> asyncio.Task[str]:

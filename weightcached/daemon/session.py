@@ -179,7 +179,7 @@ class Session:
         changed = self._service.caches.changed
         while True:
             event = changed.next()
-            answer = await self._service.matcher.match(request.key)
+            answer = await self._service.matcher.match(request.key, sampled=request.identity == "sampled")
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
                 self._lease(answer)

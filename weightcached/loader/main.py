@@ -162,10 +162,11 @@ def _check_checkpoint(job: LoaderJob) -> None:
 
 def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any) -> None:
     from weightcache_loader import attach, engine
+    from weightcache_loader.key import build_key
     from weightcached.identity import with_sample
     from weightcached.loader import pack, proof, rank
 
-    key = engine.build_key(vllm_config, model_config, role=job.role)
+    key = build_key(vllm_config, model_config, role=job.role)
     key = msgspec.structs.replace(key, checkpoint=with_sample(key.checkpoint))
     daemon.send(LoaderKey(key=key))
     stage = engine.stage_of_platform()

@@ -41,7 +41,7 @@ _TIMEVAL = struct.Struct("ll")
 def error_of(refused: Refused) -> WeightcachedError:
     """The error that a Refused stands for: the class with its code, or the base class for an unknown one."""
     classes = {c.code: c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, WeightcachedError)}
-    return classes.get(refused.code, WeightcachedError)(refused.message)
+    return classes.get(refused.code, WeightcachedError)(refused.message, code=refused.code)
 
 
 class Connection:
@@ -93,7 +93,9 @@ class Connection:
             # A daemon that refuses a connection answers and closes at once: receive() reads that answer, or the end.
             pass
         except OSError as e:
-            raise WeightCacheUnavailableError(f"sending to the daemon on {self._path} failed: {e.strerror}") from e
+            raise WeightCacheUnavailableError(
+                f"sending to the daemon on {self._path} failed: {e.strerror}", code="connection-lost"
+            ) from e
 
     def receive(self, timeout_s: float, max_fds: int = 0) -> tuple[Reply, list[OwnedFd]]:
         """Wait for the next message, and the at most `max_fds` descriptors with it, which the caller closes.
@@ -158,10 +160,14 @@ class Connection:
             raise
         except (EOFError, OSError) as e:
             self.close()
-            raise WeightCacheUnavailableError(f"the daemon on {self._path} closed the connection") from e
+            raise WeightCacheUnavailableError(
+                f"the daemon on {self._path} closed the connection", code="connection-lost"
+            ) from e
 
     def _silent(self, timeout_s: float) -> WeightCacheUnavailableError:
-        return WeightCacheUnavailableError(f"the daemon on {self._path} did not answer within {timeout_s:.1f} s")
+        return WeightCacheUnavailableError(
+            f"the daemon on {self._path} did not answer within {timeout_s:.1f} s", code="timeout"
+        )
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -189,13 +195,16 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
 
 def _not_connected(path: Path, timeout_s: float, e: OSError) -> WeightCacheUnavailableError:
     if isinstance(e, BlockingIOError):
-        return WeightCacheUnavailableError(f"the daemon on {path} accepted no connection within {timeout_s:.1f} s")
+        return WeightCacheUnavailableError(
+            f"the daemon on {path} accepted no connection within {timeout_s:.1f} s", code="timeout"
+        )
     if isinstance(e, ConnectionRefusedError):
         return WeightCacheUnavailableError(
             f"no weightcached daemon listens on {path}, which a dead one left behind: "
-            f"systemctl --user start weightcached@{path.stem}.service"
+            f"systemctl --user start weightcached@{path.stem}.service",
+            code="no-daemon",
         )
-    return WeightCacheUnavailableError(f"cannot connect to {path}: {e.strerror}")
+    return WeightCacheUnavailableError(f"cannot connect to {path}: {e.strerror}", code="unreachable")
 
 
 def _check_peer(sock: socket.socket, path: Path) -> None:
@@ -215,7 +224,8 @@ def _welcomed(reply: Reply, path: Path) -> Welcome:
     if reply.protocol != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the daemon on {path} ({reply.software or 'unknown version'}) speaks protocol {reply.protocol}, this "
-            f"software speaks {PROTOCOL_VERSION}: bring both to the same weightcached version and restart the unit"
+            f"software speaks {PROTOCOL_VERSION}: bring both to the same weightcached version and restart the unit",
+            code="protocol-version",
         )
     return reply
 

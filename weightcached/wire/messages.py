@@ -47,10 +47,12 @@ class Attach(Message, frozen=True):
     """Ask for the generation that matches `key`, and hold a lease on it for as long as the connection lives.
 
     With `wait`, a matching cache that is still loading is answered by Loading again and again until it is final.
+    With identity `sampled`, equal samples of the checkpoints are enough for this engine.
     """
 
     key: WeightCacheKey
     wait: bool = True
+    identity: Literal["full", "sampled"] = "full"
 
 
 class Memory(Message, frozen=True):

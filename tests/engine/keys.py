@@ -1,0 +1,97 @@
+"""Keys, skeletons and bytes of real vLLM configurations, without an engine; imports are paid once.
+
+Reads one JSON question per line on standard input and answers with one line that begins with "ANSWER ".
+
+    {"engine": {…}, "environment": {…}, "rank": 0, "bytes": true}   configure; the key's fields, the skeleton, and a
+                                                                    digest of every loaded tensor
+    {"multimodal": {…}}                                             the key's field for these multimodal options
+    {"counting": true}                                              vLLM's variables that count, as it lists them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+DEFAULTS = {"enforce_eager": True, "max_model_len": 256}
+
+
+def configured(question: dict[str, Any]) -> dict[str, Any]:
+    """Build the configuration as the loader child does, and everything that a key is made of."""
+    from weightcache_loader import engine
+    from weightcache_loader.attach import skeleton_of
+    from weightcache_loader.key import build_key
+    from weightcached.job import LoaderJob
+    from weightcached.loader import rank
+
+    job = LoaderJob(
+        device="cpu0", cache="m/target", role="target", generation=1, spec_digest="", boot_id="", socket_fd=0,
+        engine=DEFAULTS | question["engine"], rank=question.get("rank", 0),
+    )  # fmt: skip
+    config = rank.create_vllm_config(job)
+    with rank.solo_rank(config, job.rank):
+        key = build_key(config, config.model_config, role="target")
+        with engine.isolated_build(config, keep=False):
+            skeleton = skeleton_of(engine.build_on_meta(config, config.model_config))
+        answer = {"key": msgspec.to_builtins(key), "digest": key.digest(), "skeleton": skeleton}
+        if question.get("bytes"):
+            with engine.isolated_build(config, keep=False):
+                answer["bytes"] = bytes_of(rank.load_for_stage(config, config.model_config, "loaded", lambda n: None))
+    return answer
+
+
+def bytes_of(model: Any) -> str:
+    """Digest of every tensor of the model: name, shape and values."""
+    import torch
+
+    from weightcache_loader.walk import tensors
+
+    digest = hashlib.sha256()
+    for slot in tensors(model):
+        digest.update(f"{slot.path} {slot.tensor.dtype} {tuple(slot.tensor.shape)}\n".encode())
+        if slot.tensor.is_meta:
+            # A head that pooling leaves out keeps its name.
+            continue
+        digest.update(slot.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    if "counting" in question:
+        from vllm import envs
+
+        from weightcache_loader.key import changes_layout
+
+        return {"names": sorted(name for name in envs.environment_variables if changes_layout(name))}
+    if "multimodal" in question:
+        from vllm.config import MultiModalConfig
+
+        from weightcache_loader.key import _multimodal
+
+        return {"text": _multimodal(MultiModalConfig(**question["multimodal"]))}
+    with mock.patch.dict(os.environ, question.get("environment", {})):
+        try:
+            return configured(question)
+        except Exception as e:
+            return {"error": f"{type(e).__name__}: {e}"}
+
+
+def main() -> None:
+    """Answer questions until standard input ends."""
+    # vLLM prints to standard output; answers go to a copy of it that nobody else has.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        out.write(f"ANSWER {json.dumps(answer(json.loads(line)))}\n")
+        out.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

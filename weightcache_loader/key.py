@@ -1,0 +1,265 @@
+"""The key of an engine's rank: everything in vLLM's configuration and environment that can change the weights' bytes.
+
+One function makes both keys: the loader child calls it for the cache, the plug-in for the engine. What a
+configuration resolves to in classes, shapes and dtypes is not repeated here: the index carries a digest of the
+freshly built model (attach.skeleton_of) and the engine compares it before it maps anything. docs/identity.md has the
+table of which field guards which fault, and of what is left out on purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightcache_loader.engine import stage_of_platform
+from weightcached.identity import record_checkpoint
+from weightcached.key import ABSENT, WeightCacheKey
+
+# Variables of vLLM that choose a kernel, a layout or a value at load time, by what vLLM calls such things.
+_LAYOUT_ENVIRONMENT = re.compile(
+    r"VLLM_.*(GEMM|MOE|MARLIN|FP8|FP4|QUANT|KERNEL|MLA|FLASHINFER|CUTLASS|INT4|PREPACK|INVARIANT|PADDING|WEIGHT"
+    r"|HUMMING|B12X|HPC_OPS|AGNOSTIC|AWQ|MATMUL_PRECISION|REPLICATE|SHARD_SP|ATTENTION)"
+)
+# Of those, what acts on activations, communication, scheduling or memory, or on platforms without a segment backend.
+# VLLM_PP_LAYER_PARTITION is a field of its own.
+_HARMLESS_ENVIRONMENT = re.compile(
+    r"VLLM_(ROCM|XPU|TPU)_|VLLM_.*(SAMPLER|ALLREDUCE|WARMUP|AUTOTUNE|CACHE_DIR|CACHE_ROOT|WORKSPACE|PIN_MEMORY|UVA"
+    r"|THRESHOLD|SIMULATION|LOW_PRECISION_COMBINE|ATOMIC_ADD|MAX_TOKENS_PER_EXPERT|GROUPED_TOPK|SKIP_PADDING|DUAL_STREAM"
+    r"|GEMM_AR|GEMM_RS|CHUNKED_LOCAL|CHUNK_SIZE|DECODE_KERNEL)"
+)
+_LIBRARIES = (
+    "triton", "flashinfer-python", "deep-gemm", "compressed-tensors", "torchao", "bitsandbytes", "transformers", "gguf",
+)  # fmt: skip
+# What a checkpoint's config.json says about generation, training and its own origin. No layer reads it.
+_HARMLESS_CONFIG = frozenset(
+    {
+        "_name_or_path", "name_or_path", "transformers_version", "eos_token_id", "bos_token_id", "use_cache",
+        "initializer_range", "output_attentions", "output_hidden_states", "return_dict",
+    }
+)  # fmt: skip
+# The longest text of a field on the wire is 4000 characters.
+_MAX_TEXT = 1_000
+
+
+def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheKey:
+    """The key of this process's rank. To be called before loading: post-processing may change the configuration.
+
+    Needs vLLM's process groups. Raises CheckpointError where the checkpoint cannot be identified.
+    """
+    from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
+
+    load, parallel, cache = vllm_config.load_config, vllm_config.parallel_config, vllm_config.cache_config
+    tp, pp, dp = get_tp_group(), get_pp_group(), get_dp_group()
+    ep_size, ep_rank = _expert_rank(parallel)
+    hf_config = model_config.hf_config
+    device_name, capability = _device_properties()
+    checkpoint = record_checkpoint(
+        model_config.model,
+        revision=model_config.revision,
+        download_dir=load.download_dir,
+        load_format=_disk_format(load),
+    )
+    return WeightCacheKey(
+        checkpoint=checkpoint,
+        role=role,
+        architecture=",".join(getattr(hf_config, "architectures", None) or []) or ABSENT,
+        config_digest=_digest(_effective(hf_config.to_dict())),
+        dtype=str(model_config.dtype),
+        quantization=str(model_config.quantization),
+        quant_config_digest=_digest(
+            [
+                _plain(getattr(hf_config, "quantization_config", None)),
+                _plain(getattr(model_config, "quantization_config", None)),
+            ]
+        ),
+        kv_cache_dtype=str(cache.cache_dtype),
+        kv_cache_skip_layers=_bounded(",".join(sorted(set(getattr(cache, "kv_cache_dtype_skip_layers", [ABSENT]))))),
+        stage=stage_of_platform() or ABSENT,
+        tp_size=tp.world_size,
+        tp_rank=tp.rank_in_group,
+        pp_size=pp.world_size,
+        pp_rank=pp.rank_in_group,
+        dp_size=dp.world_size,
+        dp_rank=dp.rank_in_group,
+        ep_size=ep_size,
+        ep_rank=ep_rank,
+        context_parallel=_attributes(
+            parallel, "prefill_context_parallel_size", "decode_context_parallel_size", "dcp_q_replicate", "enable_hc_sp"
+        ),
+        pp_layer_partition=os.environ.get("VLLM_PP_LAYER_PARTITION", ABSENT) if pp.world_size > 1 else ABSENT,
+        expert_placement=_expert_placement(parallel),
+        multimodal_limits=_multimodal(getattr(model_config, "multimodal_config", None)),
+        lora_layout=_lora(vllm_config.lora_config),
+        model_impl=_attributes(model_config, "model_impl", "convert_type", "runner_type"),
+        speculative=_speculative(vllm_config.speculative_config) if role == "draft" else ABSENT,
+        kernel_backends=_kernel_backends(vllm_config),
+        environment=layout_environment(),
+        additional_config=_additional(vllm_config),
+        versions=_versions(),
+        device_name=device_name,
+        compute_capability=capability,
+        code_revision=_code_revision(model_config, checkpoint.root),
+    )
+
+
+def layout_environment() -> dict[str, str]:
+    """The values in force of vLLM's variables that can change the bytes: by name, those unset with their defaults.
+
+    A variable that this vLLM does not list counts as it is set: models read some directly.
+    """
+    from vllm import envs
+
+    known = envs.environment_variables
+    values = {name: str(read()) for name, read in known.items() if changes_layout(name)}
+    values |= {name: value for name, value in os.environ.items() if name not in known and changes_layout(name)}
+    return {name: _bounded(values[name]) for name in sorted(values)}
+
+
+def changes_layout(name: str) -> bool:
+    """Whether an environment variable of this name can change the bytes of loaded or post-processed weights."""
+    return bool(_LAYOUT_ENVIRONMENT.match(name)) and not _HARMLESS_ENVIRONMENT.match(name)
+
+
+def _disk_format(load_config: Any) -> str:
+    ours = ("ipc_cache", "weightcached")
+    return "auto" if load_config.load_format in ours else str(load_config.load_format)
+
+
+def _expert_rank(parallel: Any) -> tuple[int, int]:
+    from vllm.distributed import parallel_state
+
+    if not getattr(parallel, "enable_expert_parallel", False) or parallel_state._EP is None:
+        return 1, 0
+    group = parallel_state.get_ep_group()
+    return group.world_size, group.rank_in_group
+
+
+def _expert_placement(parallel: Any) -> str:
+    # Which experts a rank holds, and in whose format they wait for their tokens, only matters where they are spread.
+    if not getattr(parallel, "enable_expert_parallel", False):
+        return ABSENT
+    return _attributes(parallel, "expert_placement_strategy", "all2all_backend", "enable_eplb", "enable_elastic_ep")
+
+
+def _effective(config: Any) -> Any:
+    """The configuration without what no layer reads, at every depth: text, vision and draft parts included."""
+    if isinstance(config, dict):
+        return {str(k): _effective(v) for k, v in config.items() if k not in _HARMLESS_CONFIG}
+    return [_effective(v) for v in config] if isinstance(config, list | tuple) else config
+
+
+def _multimodal(config: Any) -> str:
+    """How the encoders are built. A limit counts only as zero or not: zero leaves the encoder out."""
+    if config is None:
+        return ABSENT
+    limits = getattr(config, "limit_per_prompt", {})
+    unused = sorted(modality for modality in limits if config.get_limit_per_prompt(modality) == 0)
+    return f"without={unused} " + _attributes(
+        config,
+        "language_model_only",
+        "enable_mm_embeds",
+        "mm_encoder_only",
+        "mm_encoder_tp_mode",
+        "mm_encoder_attn_backend",
+        "mm_encoder_attn_dtype",
+        "mm_device_do_normalize",
+    )
+
+
+def _lora(config: Any) -> str:
+    # Adapters wrap layers that are loaded already; what counts is which layers and kernels are chosen to be wrapped.
+    return ABSENT if config is None else f"enabled {_attributes(config, 'enable_tower_connector_lora')}"
+
+
+def _speculative(config: Any) -> str:
+    return _attributes(
+        config,
+        "method",
+        "quantization",
+        "moe_backend",
+        "attention_backend",
+        "draft_tensor_parallel_size",
+        "draft_lm_head_quantization",
+        "use_heterogeneous_vocab",
+        "parallel_drafting",
+    )
+
+
+def _kernel_backends(vllm_config: Any) -> dict[str, str]:
+    # As asked for. What `auto` resolves to shows in the skeleton: it digests the class of every layer's method and
+    # kernel, and every backend that is an enum.
+    kernel = getattr(vllm_config, "kernel_config", None)
+    names = ("moe_backend", "linear_backend", "linear_backend_per_quant")
+    backends = {name: _text(getattr(kernel, name, ABSENT)) for name in names}
+    attention = getattr(vllm_config, "attention_config", None)
+    return backends | {"attention": _text(getattr(attention, "backend", ABSENT))}
+
+
+def _additional(vllm_config: Any) -> str:
+    # Free for models and platforms to read: some choose kernels by it.
+    config = getattr(vllm_config, "additional_config", None)
+    return _digest(config) if config else ABSENT
+
+
+def _code_revision(model_config: Any, root: str) -> str:
+    """Revision and digest of the Python files beside the checkpoint, where its model may come from them."""
+    config = model_config.hf_config
+    if not (getattr(model_config, "trust_remote_code", False) and getattr(config, "auto_map", None)):
+        return ABSENT
+    digest = hashlib.sha256()
+    for file in sorted(Path(root).glob("*.py")):
+        digest.update(f"{file.name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return f"{getattr(model_config, 'code_revision', ABSENT)} {digest.hexdigest()}"
+
+
+def _versions() -> dict[str, str]:
+    import vllm
+
+    versions = {"vllm": vllm.__version__, "torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            versions[library] = ABSENT
+    return versions
+
+
+def _device_properties() -> tuple[str, str]:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return current_platform.device_name, str(torch.backends.cpu.get_cpu_capability())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.name, f"{properties.major}.{properties.minor}"
+
+
+def _attributes(config: Any, *names: str) -> str:
+    if config is None:
+        return ABSENT
+    return _bounded(" ".join(f"{name}={_text(getattr(config, name, ABSENT))}" for name in names))
+
+
+def _text(value: Any) -> str:
+    """One text for one value, whatever order its entries were given in."""
+    if isinstance(value, dict):
+        return str(dict(sorted((str(k), _text(v)) for k, v in value.items())))
+    return str(value)
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if hasattr(value, "to_dict") else value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
