@@ -77,6 +77,14 @@ class Engine:
         assert word == b"attached"
         return int(nbytes)
 
+    def digest(self) -> bytes:
+        """The sha256 of what it has mapped, as it reads it now."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()

@@ -39,6 +39,7 @@ from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, Statu
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The manager waits this much longer than we do for a stalled loader: we can say what stalled.
 _EXTEND_MARGIN_S = 15.0
 
@@ -57,6 +58,8 @@ class Options:
 
 def run(options: Options) -> int:
     """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before it serves."""
+    # What comes before the event loop listens is kept for it: an early stop, too, is an orderly one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     device = check_device(options.device)
     directory = options.socket_dir or runtime_dir()
     path = socket_path(device, directory)
@@ -128,9 +131,11 @@ async def _live(
     daemon = Daemon(options, path, listener, store, adopted)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
+    # Before any child: it would inherit the mask.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(daemon.start())
     try:

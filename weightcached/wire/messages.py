@@ -77,7 +77,7 @@ class Reload(Message, frozen=True):
     With `force`, load everything anew. `caches` limits it to names like "llama-8b/target"; empty means all.
     """
 
-    caches: list[Name] = []
+    caches: Annotated[list[Name], Meta(max_length=1000)] = []
     force: bool = False
 
 
