@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -128,6 +129,7 @@ class DaemonProcess:
         self.env: dict[str, str] = {}
         self.loader_command: str | None = LOADER
         self.module = "weightcached"
+        self.limits: dict[int, tuple[int, int]] = {}
         if models is not None:
             write_manifest(self.manifest, models)
 
@@ -147,6 +149,9 @@ class DaemonProcess:
         command += self.options
         if self.loader_command is not None:
             command += ["--loader-command", self.loader_command]
+        for name, (soft, hard) in self.limits.items():
+            option = {resource.RLIMIT_NOFILE: "nofile"}[name]
+            command = ["prlimit", f"--{option}={soft}:{hard}", *command]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 command,

@@ -161,6 +161,13 @@ def _hang_while_talking(child: Child) -> None:
         time.sleep(0.05)
 
 
+def _eat_memory(child: Child) -> None:
+    # Until the kernel, or the cgroup of the test, has had enough.
+    kept = []
+    while True:
+        kept.append(b"x" * (8 << 20))
+
+
 def _raise(child: Child) -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -178,6 +185,7 @@ FAULTS: dict[str, Callable[[Child], None]] = {
     "exit-3-silently": lambda child: os._exit(3),
     "hang": _hang,
     "hang-while-talking": _hang_while_talking,
+    "eat-memory": _eat_memory,
     "garbage": lambda child: send_packet(child.sock, b"\xff\xff garbage"),
     "refuse": _refuse,
 }

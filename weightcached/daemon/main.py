@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -82,9 +83,9 @@ def _lock(device: str, path: Path) -> Iterator[None]:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as e:
-        raise RuntimePathError(
-            f"cannot open the lock {path}: {e.strerror}; if something else is there, remove it"
-        ) from e
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = f"free space or inodes: df -i {path.parent}" if full else "if something else is there, remove it"
+        raise RuntimePathError(f"cannot open the lock {path}: {e.strerror}; {mend}") from e
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise RuntimePathError(f"the lock {path} is not a regular file: remove it")
@@ -97,8 +98,10 @@ def _lock(device: str, path: Path) -> Iterator[None]:
                 f"device {device} is served by another weightcached ({who}), which holds {path}: "
                 f"systemctl --user stop weightcached@{device}.service, or end that process"
             ) from e
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        # Only for the message above: a full file system is no reason not to serve.
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(fd)
