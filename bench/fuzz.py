@@ -293,20 +293,24 @@ def probe(path: Path, checkpoint: Path, stop: Event, result: Any) -> None:
     key = key_of({"model": str(checkpoint)})
     status: list[float] = []
     attach: list[float] = []
-    while not stop.wait(PROBE_PERIOD_S):
-        began_s = time.monotonic()
-        with Client.welcome(path, "ctl") as client:
-            client.status()
-        status.append(time.monotonic() - began_s)
-        began_s = time.monotonic()
-        with Client.welcome(path) as client:
-            client.attach(key).close()
-        attach.append(time.monotonic() - began_s)
-    result.put((status, attach))
+    fault = ""
+    try:
+        while not stop.wait(PROBE_PERIOD_S):
+            began_s = time.monotonic()
+            with Client.welcome(path, "ctl") as client:
+                client.status()
+            status.append(time.monotonic() - began_s)
+            began_s = time.monotonic()
+            with Client.welcome(path) as client:
+                client.attach(key).close()
+            attach.append(time.monotonic() - began_s)
+    except (OSError, EOFError, ProtocolError, AssertionError) as e:
+        fault = f"the normal client: {type(e).__name__}: {e}"
+    result.put((status, attach, fault))
 
 
 def summary(times_s: list[float], limit_s: float) -> dict[str, Any]:
-    ordered = sorted(times_s)
+    ordered = sorted(times_s) or [float("nan")]
     at = {name: round(ordered[int(len(ordered) * q)] * 1000, 2) for name, q in (("p50", 0.5), ("p99", 0.99))}
     late = sum(t > limit_s for t in ordered)
     return {"count": len(ordered), **at, "max": round(ordered[-1] * 1000, 2), "over_limit": late, "unit": "ms"}
@@ -349,7 +353,8 @@ class Run:
         took_s = time.monotonic() - self.began_s
         rss_kib = self.rss_kib()
         self._stop.set()
-        status, attach = self._times.get()
+        status, attach, fault = self._times.get()
+        faults += [fault] if fault else []
         self._prober.join()
         after = self._settled()
         faults += [] if after == self.descriptors else [f"{after} descriptors, before {self.descriptors}"]
@@ -400,7 +405,7 @@ def run_workers(run: Run, inputs: int, workers: int, seed: int) -> int:
 
 def run_atheris(run: Run, inputs: int, seed: int) -> int:
     """libFuzzer's mutations, guided by coverage of our own decoding, sent to the daemon."""
-    import atheris
+    import atheris  # type: ignore[import-untyped]
 
     peer = Peer(run.daemon.socket)
     early_kib: list[int] = []

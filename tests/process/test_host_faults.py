@@ -18,7 +18,7 @@ from tests.fakes.client import Client
 from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
 from weightcached.identity import with_full
 from weightcached.key import WeightCacheKey
-from weightcached.wire.messages import Attach, CacheOutcome, Refused, Reload, ReloadReply
+from weightcached.wire.messages import Attach, Refused, Reload, ReloadReply
 
 Launcher = Callable[..., DaemonProcess]
 FEW_DESCRIPTORS = 64
@@ -146,9 +146,7 @@ def test_checkpoint_deleted_while_it_is_served_is_served_on(
     assert str(checkpoint) in refused.error
     attaches(daemon, key)
     write_checkpoint(checkpoint)
-    assert reload(daemon).outcomes == [
-        CacheOutcome(cache="tiny/target", outcome="loaded", generation=2, seconds=pytest.approx(0, abs=20))
-    ]
+    assert [(o.outcome, o.generation) for o in reload(daemon).outcomes] == [("loaded", 2)]
 
 
 # ---- limits

@@ -6,6 +6,7 @@ import hashlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,11 @@ class Stage:
         self.configure(segments=SEGMENTS)
 
     def configure(self, *, segments: int) -> None:
-        options = {"x_segments": segments, "x_spawns": str(self.spawns), "x_pauses": str(self.pauses.directory)}
+        options: dict[str, Any] = {
+            "x_segments": segments,
+            "x_spawns": str(self.spawns),
+            "x_pauses": str(self.pauses.directory),
+        }
         write_manifest(self.daemon.manifest, [model("tiny", self.checkpoint, **options)])
 
     def reach(self, phase: str) -> None:
