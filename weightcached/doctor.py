@@ -11,6 +11,7 @@ import json
 import os
 import pwd
 import re
+import resource
 import shlex
 import stat
 import subprocess
@@ -31,6 +32,8 @@ from weightcached.paths import check_private_dir, check_socket, is_host_device, 
 SYSTEMD_MIN = 246
 KERNEL_MIN = (5, 3)
 COMMAND_TIMEOUT_S = 20.0
+# A GPU of 300 GiB in segments of 1 GiB, twice during a reload, and some hundred engines; the unit asks for more.
+OPEN_FILES_MIN = 2048
 # Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU is broken.
 _ASK_INTERPRETER = """
 import json, importlib.metadata as m
@@ -62,7 +65,8 @@ def as_line(finding: Finding) -> str:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which a daemon needs things."""
-    findings = [*_versions(), *_session(), *_manager(), *_units(), *_runtime_directory()]
+    findings = [*_versions(), _open_files(), *_session(), *_manager(), *_units(), *_failed_units()]
+    findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
     return [*findings, finding, *_interpreters(manifest), *_gpus(manifest), *_sockets()]
 
@@ -106,6 +110,17 @@ def _versions() -> Iterator[Finding]:
         yield Finding("systemd", "fail", text, "run 'weightcached preload' without systemd instead")
     else:
         yield Finding("systemd", "ok", f"systemd {systemd[1]}")
+
+
+def _open_files() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES_MIN:
+        text = f"at most {hard} for each process of this session, a large GPU and its engines need {OPEN_FILES_MIN}"
+        # Of the user's manager, which gives its units no more than it has.
+        drop_in = "/etc/systemd/system/user@.service.d/weightcached.conf"
+        fix = f"printf '[Service]\\nLimitNOFILE=8192\\n' | sudo install -D /dev/stdin {drop_in}; log in again"
+        return Finding("open files", "warn", text, fix)
+    return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}")
 
 
 def _session() -> Iterator[Finding]:
@@ -186,16 +201,67 @@ def _exec_start(path: Path) -> Finding:
     return Finding("unit", "ok", str(path))
 
 
+def _failed_units() -> Iterator[Finding]:
+    """Units that the manager has given up: after too many failures, or after one that a restart cannot mend."""
+    listed = _output("systemctl", "--user", "list-units", "--state=failed", "--plain", "--no-legend", "weightcached@*")
+    for name in re.findall(r"^(weightcached@\S+\.service)", listed or "", re.MULTILINE):
+        device = name.removeprefix("weightcached@").removesuffix(".service")
+        fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start {device}"
+        yield Finding("unit", "fail", f"{name} has failed and is not started again", fix)
+
+
 def _runtime_directory() -> Iterator[Finding]:
     try:
         directory = runtime_dir()
-        if not os.path.lexists(directory):
-            yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
-            return
+    except RuntimePathError as e:
+        fix = f"loginctl enable-linger {os.getuid()}; export XDG_RUNTIME_DIR=/run/user/{os.getuid()}"
+        yield Finding("runtime directory", "fail", str(e), fix)
+        return
+    if _is_full(directory.parent):
+        text = f"{directory.parent} has no room for another file"
+        yield Finding("runtime directory", "fail", text, f"df -i {directory.parent}; rm what is not needed there")
+    if not os.path.lexists(directory):
+        yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
+        return
+    try:
         check_private_dir(directory)
         yield Finding("runtime directory", "ok", str(directory))
     except RuntimePathError as e:
-        yield Finding("runtime directory", "fail", str(e), "see the text")
+        info = os.lstat(directory)
+        ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+        fix = f"chmod 700 {directory}" if ours else f"mv {directory} {directory}.old"
+        yield Finding("runtime directory", "fail", str(e), fix)
+
+
+def _is_full(directory: Path) -> bool:
+    """Whether no file can be made there for want of inodes. False where it cannot be told, or is not limited."""
+    try:
+        info = os.statvfs(directory)
+    except OSError:
+        return False
+    return info.f_files > 0 and info.f_favail == 0
+
+
+def _cache_directory() -> Finding:
+    """Where the digests of checkpoints are kept; without it each is made again."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "weightcached")
+    there = next(folder for folder in (directory, *directory.parents) if folder.exists())
+    again = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
+    try:
+        info = os.statvfs(there)
+    except OSError as e:
+        return Finding("cache directory", "warn", f"{there}: {e.strerror}: {again}", f"ls -ld {there}")
+    if info.f_flag & os.ST_RDONLY:
+        fix = f"mount -o remount,rw {there} (as root), or export XDG_CACHE_HOME=…"
+        return Finding("cache directory", "warn", f"{there} is read-only: {again}", fix)
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding("cache directory", "warn", f"{there} is not writable: {again}", f"chmod u+wx {there}")
+    if there == directory and there.stat().st_mode & 0o022:
+        return Finding("cache directory", "warn", f"{there} can be written by others: {again}", f"chmod go-w {there}")
+    if info.f_bavail == 0 or _is_full(there):
+        fix = f"df -h {there}; rm what is not needed there"
+        return Finding("cache directory", "warn", f"{there} is full: {again}", fix)
+    return Finding("cache directory", "ok", str(directory))
 
 
 def _sockets() -> Iterator[Finding]:
