@@ -424,10 +424,19 @@ def run_atheris(run: Run, inputs: int, seed: int) -> int:
             sys.stdout.flush()
             os._exit(status)
 
-    corpus = Path(tempfile.mkdtemp(prefix="wc-corpus-"))
-    for n, message in enumerate(Inputs(seed, key_of({"model": str(run.checkpoint)}))._valid):
-        (corpus / str(n)).write_bytes(encode(message))
-    atheris.Setup([sys.argv[0], f"-seed={seed}", "-max_len=4096", "-verbosity=0", str(corpus)], one_input)
+    inputs_of = Inputs(seed, key_of({"model": str(run.checkpoint)}))
+
+    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+        # From bytes alone libFuzzer hardly ever makes a message that decodes.
+        inputs_of.random.seed(seed)
+        base = data if inputs_of.random.random() < 0.3 else inputs_of.next()
+        if inputs_of.random.random() < 0.5:
+            return base[:max_size]
+        mutated: bytes = atheris.Mutate(base[:max_size], max_size)
+        return mutated
+
+    arguments = [sys.argv[0], f"-seed={seed}", "-max_len=4096", "-verbosity=0"]
+    atheris.Setup(arguments, one_input, custom_mutator=mutate)
     atheris.Fuzz()
     return 1
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pwd
 import re
 import resource
 import shlex
@@ -23,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from weightcached import __version__
 from weightcached.ctl_devices import list_gpus
 from weightcached.ctl_status import ask_status
+from weightcached.doctor_host import is_full, lingers
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
 from weightcached.install import UNITS, config_home, unit_dir
 from weightcached.manifest import ALL, Manifest, load_manifest
@@ -127,21 +127,13 @@ def _session() -> Iterator[Finding]:
     uid = os.getuid()
     linger = _output("loginctl", "show-user", str(uid), "--property=Linger", "--value")
     if linger is None:
-        linger = "yes" if _linger_file(uid) else "no"
+        linger = "yes" if lingers(uid) else "no"
     if linger == "yes":
         yield Finding("linger", "ok", "units of this user run without a login")
     else:
         text = "off: units of this user, and what they hold, end with the last login"
         yield Finding("linger", "warn", text, f"loginctl enable-linger {uid}")
     yield _xdg_runtime_dir(uid)
-
-
-def _linger_file(uid: int) -> bool:
-    # loginctl knows a user only while he is logged in or lingers; logind keeps the setting here.
-    try:
-        return Path("/var/lib/systemd/linger", pwd.getpwuid(uid).pw_name).exists()
-    except KeyError:
-        return False
 
 
 def _xdg_runtime_dir(uid: int) -> Finding:
@@ -217,7 +209,7 @@ def _runtime_directory() -> Iterator[Finding]:
         fix = f"loginctl enable-linger {os.getuid()}; export XDG_RUNTIME_DIR=/run/user/{os.getuid()}"
         yield Finding("runtime directory", "fail", str(e), fix)
         return
-    if _is_full(directory.parent):
+    if is_full(directory.parent):
         text = f"{directory.parent} has no room for another file"
         yield Finding("runtime directory", "fail", text, f"df -i {directory.parent}; rm what is not needed there")
     if not os.path.lexists(directory):
@@ -231,15 +223,6 @@ def _runtime_directory() -> Iterator[Finding]:
         ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
         fix = f"chmod 700 {directory}" if ours else f"mv {directory} {directory}.old"
         yield Finding("runtime directory", "fail", str(e), fix)
-
-
-def _is_full(directory: Path) -> bool:
-    """Whether no file can be made there for want of inodes. False where it cannot be told, or is not limited."""
-    try:
-        info = os.statvfs(directory)
-    except OSError:
-        return False
-    return info.f_files > 0 and info.f_favail == 0
 
 
 def _cache_directory() -> Finding:
@@ -258,7 +241,7 @@ def _cache_directory() -> Finding:
         return Finding("cache directory", "warn", f"{there} is not writable: {again}", f"chmod u+wx {there}")
     if there == directory and there.stat().st_mode & 0o022:
         return Finding("cache directory", "warn", f"{there} can be written by others: {again}", f"chmod go-w {there}")
-    if info.f_bavail == 0 or _is_full(there):
+    if info.f_bavail == 0 or is_full(there):
         fix = f"df -h {there}; rm what is not needed there"
         return Finding("cache directory", "warn", f"{there} is full: {again}", fix)
     return Finding("cache directory", "ok", str(directory))

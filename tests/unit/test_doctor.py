@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import resource
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from click.testing import CliRunner
 
 from tests.fakes.commands import Commands
 from tests.fakes.stub_daemon import StubDaemon, cache, status
-from weightcached import __version__, doctor
+from weightcached import __version__, doctor, doctor_host
 from weightcached.ctl import main
 from weightcached.doctor import Finding
+from weightcached.doctor_host import lingers
 from weightcached.install import install
 
 GPU = "GPU-0e3f0000-0000-4000-8000-00000000000a"
@@ -139,6 +141,25 @@ def test_failure_exits_1_and_a_warning_does_not(machine: Machine) -> None:
 def test_linger_is_read_from_logind_s_files_where_it_does_not_answer(machine: Machine) -> None:
     machine.linger = ""
     assert [finding.level for finding in machine.findings("linger")] == ["warn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("ann", "ann"),
+        ("DOMAIN\\ann o'b", "DOMAIN\\\\ann o\\'b"),
+        ("j\u00f6rg", "j\\303\\266rg"),
+    ],
+)
+def test_linger_file_of_a_user_with_odd_characters_is_found(machine: Machine, name: str, file: str) -> None:
+    machine.linger = ""
+    machine.monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=name))
+    directory = machine.base / "linger"
+    directory.mkdir()
+    machine.monkeypatch.setattr(doctor_host, "LINGER_DIR", directory)
+    assert not lingers(UID)
+    (directory / file).touch()
+    assert [finding.level for finding in machine.findings("linger")] == ["ok"]
 
 
 def test_old_or_missing_systemd_fails(machine: Machine) -> None:
