@@ -13,6 +13,7 @@ What goes wrong is chosen by name through the engine arguments, so that one mani
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -28,7 +29,6 @@ from tests.fakes.checkpoints import WEIGHTS, key_of
 from weightcached import index as index_format
 from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
 from weightcached.job import LoaderJob, decode_job
-from weightcached.loader.main import _die_with_parent
 from weightcached.segments.layout import ALIGN_BYTES, align_up
 from weightcached.wire.fds import OwnedFd, sealed_memfd
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
@@ -41,6 +41,8 @@ from weightcached.wire.messages import (
     Message,
     encode,
 )
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -189,6 +191,11 @@ FAULTS: dict[str, Callable[[Child], None]] = {
     "garbage": lambda child: send_packet(child.sock, b"\xff\xff garbage"),
     "refuse": _refuse,
 }
+
+
+def _die_with_parent() -> None:
+    # As the real loader does, whose module would take half a second to import here.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def daemon(make_daemon: Callable[..., DaemonProcess], checkpoint: Path) -> Itera
     # Two of three tensors are large.
     size: dict[str, Any] = {"x_nbytes": 1536 * MIB, "x_tensors": TENSORS, "x_segment_nbytes": 256 * MIB}
     daemon = make_daemon([model("large", checkpoint, **size)])
-    daemon.options = ["--loader-command", LOADER]
+    daemon.loader_command = LOADER
     yield daemon.start()
     # 1 GiB is more than should wait for the end of the test.
     assert daemon.stop() == 0

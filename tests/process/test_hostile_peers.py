@@ -37,7 +37,7 @@ Launcher = Callable[..., DaemonProcess]
 
 @contextlib.contextmanager
 def others_are_served(daemon: DaemonProcess) -> Iterator[None]:
-    """Ask for the status and attach at the end of the block; connect and answer together must stay within the limits."""
+    """Ask for the status and attach at the end of the block; with the connect each must stay within its limit."""
     yield
     key = key_of({"model": str(daemon.directory / "checkpoint")})
     took, attached = [], []

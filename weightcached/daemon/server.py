@@ -120,7 +120,7 @@ class Server:
         if limit and peer.pid != os.getpid():
             log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
             peer.close()
-            message = f"this daemon has {len(self._connections)} connections, {limit}: close some, then try again"
+            message = f"this daemon has {limit}: close some, then try again"
             _refuse(sock, Refused(code="busy", message=message))
             return
         task = asyncio.create_task(self._serve(sock, peer))
@@ -130,9 +130,10 @@ class Server:
     def _limit_reached(self, sock: socket.socket) -> str:
         """Why one more connection is too many, or ""."""
         if len(self._connections) >= MAX_CONNECTIONS:
-            return "the most it takes"
+            return f"{MAX_CONNECTIONS} connections, the most it takes"
         if sock.fileno() >= self._first_reserved:
-            return "the most that its limit of open files allows (LimitNOFILE=, ulimit -n)"
+            allowed = "the most that its limit of open files allows (LimitNOFILE=, ulimit -n)"
+            return f"{len(self._connections)} connections, {allowed}"
         return ""
 
     async def _serve(self, sock: socket.socket, peer: Peer) -> None:
