@@ -35,6 +35,8 @@ def test_unit_is_active_only_after_the_handshake_with_its_own_socket(unit: Unit,
     assert unit.show("ActiveState") == "activating"
     gates.let_go("handshake", lambda: False)
     until(lambda: unit.show("ActiveState") == "active", "the unit is up")
+    # Logged after the manager has been told.
+    until(lambda: "serving device=" in unit.log(), "it says that it serves")
     assert unit.log().count("serving device=") == 1
 
 
