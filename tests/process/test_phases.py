@@ -219,3 +219,18 @@ def test_early_hangup_is_a_reload_after_the_start(stage: Stage, phase: str) -> N
     for word in ("READY=1", "RELOADING=1", "READY=1"):
         stage.daemon.notified(word)
     stage.serves()
+
+
+def test_daemon_that_cannot_reach_its_own_socket_never_says_ready(stage: Stage) -> None:
+    stage.pauses.arm("handshake")
+    stage.daemon.launch()
+    stage.reach("handshake")
+    stage.daemon.socket.unlink()
+    stage.let_go("handshake")
+    assert stage.daemon.wait() == 1
+    manager = stage.daemon.manager
+    assert manager
+    assert not any("READY=1" in state for state in manager.states)
+    assert f"handshake with our own socket failed, giving up socket={stage.daemon.socket}" in stage.daemon.log
+    stage.start_again()
+    stage.serves()

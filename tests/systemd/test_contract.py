@@ -40,19 +40,6 @@ def test_unit_is_active_only_after_the_handshake_with_its_own_socket(unit: Unit,
     assert unit.log().count("serving device=") == 1
 
 
-def test_daemon_that_cannot_reach_its_own_socket_never_comes_up(unit: Unit, tmp_path: Path) -> None:
-    gates = Pauses(tmp_path / "pauses")
-    gates.arm("handshake")
-    unit.install(f"Environment={pauses.VARIABLE}={gates.directory}", "Restart=no", module="tests.fakes.pauses")
-    unit.systemctl("start", block=False)
-    until(lambda: gates.reached("handshake"), "it is about to shake hands")
-    unit.socket.unlink()
-    gates.let_go("handshake", lambda: False)
-    until(lambda: unit.show("ActiveState") == "failed", "the unit failed")
-    assert unit.show("ExecMainStatus") == "1"
-    assert f"handshake with our own socket failed, giving up socket={unit.socket}" in unit.log()
-
-
 def test_loader_that_fails_always_is_given_up_after_the_burst(unit: Unit) -> None:
     unit.configure(x_fault="exception-in-packing")
     unit.install("RestartSec=1ms").systemctl("start", check=False)
