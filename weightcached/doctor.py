@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pwd
 import re
+import resource
 import shlex
 import stat
 import subprocess
@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from weightcached import __version__
 from weightcached.ctl_devices import list_gpus
 from weightcached.ctl_status import ask_status
+from weightcached.doctor_host import is_full, lingers
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
 from weightcached.install import UNITS, config_home, unit_dir
 from weightcached.manifest import ALL, Manifest, load_manifest
@@ -31,6 +32,8 @@ from weightcached.paths import check_private_dir, check_socket, is_host_device, 
 SYSTEMD_MIN = 246
 KERNEL_MIN = (5, 3)
 COMMAND_TIMEOUT_S = 20.0
+# A GPU of 300 GiB in segments of 1 GiB, twice during a reload, and some hundred engines; the unit asks for more.
+OPEN_FILES_MIN = 2048
 # Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU is broken.
 _ASK_INTERPRETER = """
 import json, importlib.metadata as m
@@ -62,7 +65,8 @@ def as_line(finding: Finding) -> str:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which a daemon needs things."""
-    findings = [*_versions(), *_session(), *_manager(), *_units(), *_runtime_directory()]
+    findings = [*_versions(), _open_files(), *_session(), *_manager(), *_units(), *_failed_units()]
+    findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
     return [*findings, finding, *_interpreters(manifest), *_gpus(manifest), *_sockets()]
 
@@ -108,25 +112,28 @@ def _versions() -> Iterator[Finding]:
         yield Finding("systemd", "ok", f"systemd {systemd[1]}")
 
 
+def _open_files() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES_MIN:
+        text = f"at most {hard} for each process of this session, a large GPU and its engines need {OPEN_FILES_MIN}"
+        # Of the user's manager, which gives its units no more than it has.
+        drop_in = "/etc/systemd/system/user@.service.d/weightcached.conf"
+        fix = f"printf '[Service]\\nLimitNOFILE=8192\\n' | sudo install -D /dev/stdin {drop_in}; log in again"
+        return Finding("open files", "warn", text, fix)
+    return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}")
+
+
 def _session() -> Iterator[Finding]:
     uid = os.getuid()
     linger = _output("loginctl", "show-user", str(uid), "--property=Linger", "--value")
     if linger is None:
-        linger = "yes" if _linger_file(uid) else "no"
+        linger = "yes" if lingers(uid) else "no"
     if linger == "yes":
         yield Finding("linger", "ok", "units of this user run without a login")
     else:
         text = "off: units of this user, and what they hold, end with the last login"
         yield Finding("linger", "warn", text, f"loginctl enable-linger {uid}")
     yield _xdg_runtime_dir(uid)
-
-
-def _linger_file(uid: int) -> bool:
-    # loginctl knows a user only while he is logged in or lingers; logind keeps the setting here.
-    try:
-        return Path("/var/lib/systemd/linger", pwd.getpwuid(uid).pw_name).exists()
-    except KeyError:
-        return False
 
 
 def _xdg_runtime_dir(uid: int) -> Finding:
@@ -186,16 +193,58 @@ def _exec_start(path: Path) -> Finding:
     return Finding("unit", "ok", str(path))
 
 
+def _failed_units() -> Iterator[Finding]:
+    """Units that the manager has given up: after too many failures, or after one that a restart cannot mend."""
+    listed = _output("systemctl", "--user", "list-units", "--state=failed", "--plain", "--no-legend", "weightcached@*")
+    for name in re.findall(r"^(weightcached@\S+\.service)", listed or "", re.MULTILINE):
+        device = name.removeprefix("weightcached@").removesuffix(".service")
+        fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start {device}"
+        yield Finding("unit", "fail", f"{name} has failed and is not started again", fix)
+
+
 def _runtime_directory() -> Iterator[Finding]:
     try:
         directory = runtime_dir()
-        if not os.path.lexists(directory):
-            yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
-            return
+    except RuntimePathError as e:
+        fix = f"loginctl enable-linger {os.getuid()}; export XDG_RUNTIME_DIR=/run/user/{os.getuid()}"
+        yield Finding("runtime directory", "fail", str(e), fix)
+        return
+    if is_full(directory.parent):
+        text = f"{directory.parent} has no room for another file"
+        yield Finding("runtime directory", "fail", text, f"df -i {directory.parent}; rm what is not needed there")
+    if not os.path.lexists(directory):
+        yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
+        return
+    try:
         check_private_dir(directory)
         yield Finding("runtime directory", "ok", str(directory))
     except RuntimePathError as e:
-        yield Finding("runtime directory", "fail", str(e), "see the text")
+        info = os.lstat(directory)
+        ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+        fix = f"chmod 700 {directory}" if ours else f"mv {directory} {directory}.old"
+        yield Finding("runtime directory", "fail", str(e), fix)
+
+
+def _cache_directory() -> Finding:
+    """Where the digests of checkpoints are kept; without it each is made again."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "weightcached")
+    there = next(folder for folder in (directory, *directory.parents) if folder.exists())
+    again = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
+    try:
+        info = os.statvfs(there)
+    except OSError as e:
+        return Finding("cache directory", "warn", f"{there}: {e.strerror}: {again}", f"ls -ld {there}")
+    if info.f_flag & os.ST_RDONLY:
+        fix = f"mount -o remount,rw {there} (as root), or export XDG_CACHE_HOME=…"
+        return Finding("cache directory", "warn", f"{there} is read-only: {again}", fix)
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding("cache directory", "warn", f"{there} is not writable: {again}", f"chmod u+wx {there}")
+    if there == directory and there.stat().st_mode & 0o022:
+        return Finding("cache directory", "warn", f"{there} can be written by others: {again}", f"chmod go-w {there}")
+    if info.f_bavail == 0 or is_full(there):
+        fix = f"df -h {there}; rm what is not needed there"
+        return Finding("cache directory", "warn", f"{there} is full: {again}", fix)
+    return Finding("cache directory", "ok", str(directory))
 
 
 def _sockets() -> Iterator[Finding]:

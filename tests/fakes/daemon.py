@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -54,10 +55,10 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class ManagerSocket:
     """The receiving end of NOTIFY_SOCKET, served by a thread: keeps stored descriptors by name, answers barriers."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, stored: dict[str, int] | None = None) -> None:
         self.address = path
         self.states: list[str] = []
-        self.stored: dict[str, int] = {}
+        self.stored: dict[str, int] = stored or {}
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sock.bind("\0" + path[1:] if path.startswith("@") else path)
         self._news = threading.Condition()
@@ -81,7 +82,8 @@ class ManagerSocket:
             (self.stored[fields["FDNAME"]],) = fds
             return
         if "FDSTOREREMOVE" in fields:
-            fds = [self.stored.pop(fields["FDNAME"])]
+            # As with systemd, a name that is not stored is no error.
+            fds = [self.stored.pop(fields["FDNAME"])] if fields["FDNAME"] in self.stored else []
         # Closing its end of the pipe answers a BARRIER=1.
         for fd in fds:
             os.close(fd)
@@ -126,22 +128,37 @@ class DaemonProcess:
         self.options: list[str] = []
         self.env: dict[str, str] = {}
         self.loader_command: str | None = LOADER
+        self.module = "weightcached"
+        self.limits: dict[int, tuple[int, int]] = {}
         if models is not None:
             write_manifest(self.manifest, models)
 
-    def launch(self) -> Self:
-        """Start the process and return at once."""
+    def launch(self, *, keep_store: bool = False) -> Self:
+        """Start the process and return at once. `keep_store`: it is passed what the manager has, as at a restart."""
+        stored: dict[str, int] = {}
         if self.manager is not None:
+            if keep_store:
+                stored, self.manager.stored = self.manager.stored, {}
             self.manager.close()
-        self.manager = ManagerSocket(f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}")
-        command = [sys.executable, "-m", "weightcached", "serve", self.device]
+        self.manager = ManagerSocket(f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}", stored)
+        command = [sys.executable, "-m", self.module, "serve", self.device]
+        if stored:
+            passed = ",".join(f"{fd}={name}" for name, fd in stored.items())
+            command = [sys.executable, "-m", "tests.fakes.with_store", passed, *command]
         command += ["--manifest", str(self.manifest), "--socket-dir", str(self.runtime), "--log-level", "debug"]
         command += self.options
         if self.loader_command is not None:
             command += ["--loader-command", self.loader_command]
+        for name, (soft, hard) in self.limits.items():
+            option = {resource.RLIMIT_NOFILE: "nofile"}[name]
+            command = ["prlimit", f"--{option}={soft}:{hard}", *command]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                command, stderr=log, cwd=ROOT, env=environment(**{"NOTIFY_SOCKET": self.manager.address, **self.env})
+                command,
+                stderr=log,
+                cwd=ROOT,
+                pass_fds=list(stored.values()),
+                env=environment(**{"NOTIFY_SOCKET": self.manager.address, **self.env}),
             )
         return self
 

@@ -3,11 +3,12 @@
     python -m tests.fakes.engine SOCKET CHECKPOINT [--shared-socket]
 
 With --shared-socket a child process keeps the connection open when the engine dies; it ends with the connection.
-It ends when its standard input does.
+Each line on its standard input is answered by the digest of what is mapped; it ends when the input does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import select
@@ -36,7 +37,8 @@ def main() -> None:
     maps = [mmap.mmap(fd.fileno(), 0, prot=mmap.PROT_READ) for fd in handout.segment_fds]
     handout.close()
     print(f"attached {sum(len(m) for m in maps)}", flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        print(hashlib.sha256(b"".join(m[:] for m in maps)).hexdigest(), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ What goes wrong is chosen by name through the engine arguments, so that one mani
     x_fault: NAME          one of FAULTS below, in the phase that its name says
     x_gate: PATH           before packing, wait until PATH can be opened for reading (a FIFO that the test opens)
     x_gate_before_key: …   the same before the key is sent
+    x_pauses: PATH         a directory of tests/fakes/pauses.py: wait in each phase that is armed there
     x_steps: N             report N steps of progress, 0.1 s apart
     x_segments: N          cut the weights into N segments
     x_spawns: PATH         append a line to PATH at start, so that a test can count the loads
@@ -12,6 +13,7 @@ What goes wrong is chosen by name through the engine arguments, so that one mani
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import xxhash
 
+from tests.fakes import pauses
 from tests.fakes.checkpoints import WEIGHTS, key_of
 from weightcached import index as index_format
 from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
@@ -38,6 +41,8 @@ from weightcached.wire.messages import (
     Message,
     encode,
 )
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -61,17 +66,26 @@ class Child:
             with open(self.job.engine[name], "rb") as fifo:
                 fifo.read()
 
+    def phase(self, name: str) -> None:
+        self.send(LoaderProgress(phase=name))
+        pauses.at(self.job.engine.get("x_pauses"), name)
+
     def run(self) -> None:
         print(f"loading {self.job.cache} generation {self.job.generation}", file=sys.stderr, flush=True)
         self.at("at-start")
-        self.send(LoaderProgress(phase="configuring"))
+        self.phase("configuring")
         self.gate("x_gate_before_key")
         self.at("before-key")
         self.send(LoaderKey(key=key_of(self.job.engine, role=self.job.role, rank=self.job.rank)))
         self.weights()
         self.gate("x_gate")
         self.at("in-packing")
+        pauses.at(self.job.engine.get("x_pauses"), "weights")
+        if "x_pauses" in self.job.engine:
+            self.phase("packing")
         index, segments = self.pack()
+        if "x_pauses" in self.job.engine:
+            self.phase("proof")
         self.hand_over(index, segments)
         self.at("after-delivery")
 
@@ -129,6 +143,7 @@ class Child:
             index = index[:-1] + bytes([index[-1] ^ 1])
         with sealed_memfd("index", index) as index_fd:
             self.send(LoaderIndex(segments=len(segments)), [index_fd.fileno()])
+        pauses.at(self.job.engine.get("x_pauses"), "handover")
         if self.fault == "truncated-descriptors":
             segments = segments[:-1]
         for first in range(0, len(segments), MAX_PACKET_FDS):
@@ -148,6 +163,13 @@ def _hang_while_talking(child: Child) -> None:
         time.sleep(0.05)
 
 
+def _eat_memory(child: Child) -> None:
+    # Until the kernel, or the cgroup of the test, has had enough.
+    kept = []
+    while True:
+        kept.append(b"x" * (8 << 20))
+
+
 def _raise(child: Child) -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -165,12 +187,19 @@ FAULTS: dict[str, Callable[[Child], None]] = {
     "exit-3-silently": lambda child: os._exit(3),
     "hang": _hang,
     "hang-while-talking": _hang_while_talking,
+    "eat-memory": _eat_memory,
     "garbage": lambda child: send_packet(child.sock, b"\xff\xff garbage"),
     "refuse": _refuse,
 }
 
 
+def _die_with_parent() -> None:
+    # As the real loader does, whose module would take half a second to import here.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
+    _die_with_parent()
     job = decode_job(sys.stdin.buffer.read())
     if "x_spawns" in job.engine:
         with open(job.engine["x_spawns"], "a") as f:

@@ -65,6 +65,7 @@ class Engine:
     """An engine process that has mapped the model of `checkpoint`."""
 
     def __init__(self, daemon: DaemonProcess, checkpoint: Path, *flags: str) -> None:
+        self.daemon_pid = daemon.pid
         command = [sys.executable, "-m", "tests.fakes.engine", str(daemon.socket), str(checkpoint), *flags]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment()
@@ -76,6 +77,14 @@ class Engine:
         word, nbytes = self.process.stdout.readline().split()
         assert word == b"attached"
         return int(nbytes)
+
+    def digest(self) -> bytes:
+        """The sha256 of what it has mapped, as it reads it now."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
 
     def kill(self) -> None:
         self.process.kill()

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
+import random
+import select
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.fakes.checkpoints import MIB, key_of
-from tests.fakes.daemon import DaemonProcess, model, write_manifest
+from tests.fakes.client import Client
+from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.process.conftest import Engine
+from weightcached.key import WeightCacheKey
 from weightcached.wire.messages import (
     Absent,
     Attach,
@@ -106,6 +114,86 @@ def test_32_engines_attach_at_once(make_daemon: Launcher, checkpoint: Path) -> N
         thread.join()
     assert segments == [16] * 32
     daemon.until(lambda status: engines(status) == [], "all leases have ended")
+
+
+def test_process_with_the_pid_of_a_dead_engine_is_not_taken_for_it(
+    daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
+) -> None:
+    """While the daemon is stopped the engine dies, its child keeps the socket open, and its pid is given again."""
+    engine = make_engine(daemon, checkpoint, "--shared-socket")
+    engine.attached()
+    pid = engine.process.pid
+    daemon.signal(signal.SIGSTOP)
+    try:
+        engine.kill()
+        stranger = process_with_pid(pid)
+    finally:
+        daemon.signal(signal.SIGCONT)
+    try:
+        daemon.until(lambda status: engines(status) == [], "the lease has ended")
+        assert f"peer died pid={pid}" in daemon.log
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def process_with_pid(pid: int) -> subprocess.Popen[bytes]:
+    """A sleeping process whose pid is `pid`, which must be free."""
+    for _ in range(500):
+        # The next process gets the next number, unless somebody else is faster.
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        process = subprocess.Popen(["sleep", "1000"])
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.wait()
+    raise AssertionError(f"pid {pid} could not be had")
+
+
+CYCLES = 1000
+
+
+def test_a_thousand_engines_killed_at_any_point_leave_nothing(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    chance = random.Random(1)
+    for _ in range(CYCLES // 10):
+        engine_killed_somewhere(daemon, key, chance)
+    daemon.until(lambda status: engines(status) == [], "all leases have ended")
+    before = footprint(daemon)
+    for _ in range(CYCLES - CYCLES // 10):
+        engine_killed_somewhere(daemon, key, chance)
+    daemon.until(lambda status: engines(status) == [], "all leases have ended")
+    descriptors, threads, rss_kib = footprint(daemon)
+    assert (descriptors, threads) == before[:2]
+    assert rss_kib - before[2] < 1024
+    # Not a segment has a name in the file system.
+    assert "/dev/shm/" not in Path(f"/proc/{daemon.pid}/maps").read_text() + " ".join(daemon.descriptors())
+    assert daemon.status().caches[0].state == "ready"
+
+
+def engine_killed_somewhere(daemon: DaemonProcess, key: WeightCacheKey, chance: random.Random) -> None:
+    """Anywhere between its connect() and some time after it has mapped everything."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            client = Client.welcome(daemon.socket)
+            handout = client.attach(key)
+            maps = [mmap.mmap(fd.fileno(), 0, prot=mmap.PROT_READ) for fd in handout.segment_fds]
+            assert maps[0][:1]
+            signal.pause()
+        os._exit(1)
+    select.select([], [], [], chance.random() * 0.006)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def footprint(daemon: DaemonProcess) -> tuple[int, int, int]:
+    """Descriptors, threads, and resident memory in KiB, once no peer is left."""
+    until(lambda: not any("pidfd" in target for target in daemon.descriptors()), "no connection is left")
+    status = Path(f"/proc/{daemon.pid}/status").read_text()
+    values = [int(status.split(f"{name}:")[1].split()[0]) for name in ("Threads", "VmRSS")]
+    return len(daemon.descriptors()), values[0], values[1]
 
 
 # ---- Release: the engine has a copy of its own

@@ -18,25 +18,24 @@ from tests.fakes.daemon import LOADER, ROOT, model, write_manifest
 from tests.systemd.manager import PrivateManager
 from weightcached.wire.messages import CacheStatus
 
-# What the tests are about and the product's own unit has too; times are those of a test.
-UNIT = """
+PRODUCT_UNIT = ROOT / "systemd/weightcached@.service"
+# What a test needs beside the product's own unit file: this tree, a loader without vLLM, a log to read.
+SETTINGS = """
 [Service]
-Type=notify
-NotifyAccess=main
 Environment=PYTHONPATH={root} PYTHONDONTWRITEBYTECODE=1
 WorkingDirectory={root}
-ExecStart={python} -m weightcached serve {device} --manifest {manifest} --loader-command "{loader}"
-ExecReload={python} -m tests.fakes.client %t/weightcached/{device}.sock
 StandardError=append:{log}
-Restart=on-failure
-RestartPreventExitStatus=78
-RestartSec=100ms
-FileDescriptorStoreMax=64
 LimitCORE=0
-KillMode=mixed
-TimeoutStartSec=20s
-TimeoutStopSec=5s
 """
+
+
+def product_unit(start: str, reload: str) -> str:
+    """The product's unit file with other commands, as `weightcachectl install` puts in those of its environment."""
+    text = PRODUCT_UNIT.read_text()
+    for old, new in (("/usr/bin/weightcached serve %i", start), ("/usr/bin/weightcachectl reload %i", reload)):
+        assert text.count(f"={old}\n") == 1
+        text = text.replace(f"={old}\n", f"={new}\n")
+    return text
 
 
 class Unit:
@@ -45,7 +44,7 @@ class Unit:
     def __init__(self, manager: PrivateManager, directory: Path, device: str) -> None:
         self.manager = manager
         self.device = device
-        self.name = f"weightcached-{device}.service"
+        self.name = f"weightcached@{device}.service"
         self.checkpoint = write_checkpoint(directory / "checkpoint")
         self.manifest = directory / "manifest.yaml"
         self.spawns = directory / "spawns"
@@ -58,21 +57,20 @@ class Unit:
         entry = model("m", self.checkpoint, self.device, x_spawns=str(self.spawns), **engine)
         write_manifest(self.manifest, [entry])
 
-    def install(self, *settings: str) -> Unit:
-        """Write the unit; `settings` come last and so count."""
-        text = UNIT.format(
-            root=ROOT,
-            python=shlex.quote(sys.executable),
-            device=self.device,
-            manifest=self.manifest,
-            loader=LOADER,
-            log=self.log_path,
+    def install(self, *settings: str, module: str = "weightcached") -> Unit:
+        """Write the unit; `settings` come last and so count. `module` is what is run as the daemon."""
+        python = shlex.quote(sys.executable)
+        text = product_unit(
+            start=f'{python} -m {module} serve %i --manifest {self.manifest} --loader-command "{LOADER}"',
+            reload=f"{python} -m tests.fakes.client %t/weightcached/%i.sock",
         )
+        text += SETTINGS.format(root=ROOT, log=self.log_path)
         self.manager.write_unit(self.name, text + "\n".join(settings) + "\n")
         return self
 
-    def systemctl(self, verb: str, *, check: bool = True) -> int:
-        return self.manager.systemctl(verb, self.name, check=check).returncode
+    def systemctl(self, verb: str, *, check: bool = True, block: bool = True) -> int:
+        options = [] if block else ["--no-block"]
+        return self.manager.systemctl(*options, verb, self.name, check=check).returncode
 
     def show(self, name: str) -> str:
         return self.manager.show(self.name, name)

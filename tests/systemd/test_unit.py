@@ -156,7 +156,7 @@ def test_what_only_the_operator_can_mend_is_not_tried_again(unit: Unit, fault: s
 
 def test_load_that_may_succeed_later_is_tried_again(unit: Unit) -> None:
     unit.configure(x_fault="exception-in-packing")
-    unit.install("StartLimitIntervalSec=0")
+    unit.install()
     assert unit.systemctl("start", check=False) != 0
     unit.configure()
     until(lambda: unit.show("ActiveState") == "active", "a later start succeeds")

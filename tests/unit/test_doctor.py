@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pwd
+import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,9 +20,10 @@ from click.testing import CliRunner
 
 from tests.fakes.commands import Commands
 from tests.fakes.stub_daemon import StubDaemon, cache, status
-from weightcached import __version__, doctor
+from weightcached import __version__, doctor, doctor_host
 from weightcached.ctl import main
 from weightcached.doctor import Finding
+from weightcached.doctor_host import lingers
 from weightcached.install import install
 
 GPU = "GPU-0e3f0000-0000-4000-8000-00000000000a"
@@ -37,6 +42,7 @@ class Machine:
             ("XDG_RUNTIME_DIR", str(run)),
             ("XDG_CONFIG_HOME", str(self.config)),
             ("XDG_DATA_HOME", str(base / "data")),
+            ("XDG_CACHE_HOME", str(base / "cache")),
         ):
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -54,6 +60,7 @@ class Machine:
         devices = SimpleNamespace(list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get)
         monkeypatch.setitem(sys.modules, "weightcached.devices", devices)
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
+        self.failed_units = ""
 
     def place(self, devices: str) -> None:
         self.manifest.write_text(
@@ -70,6 +77,9 @@ class Machine:
         if self.systemd:
             self.commands.answer("systemctl", "--version", self.systemd)
         self.commands.answer("systemctl", "--user is-system-running", self.manager)
+        self.commands.answer(
+            "systemctl", "--user list-units --state=failed --plain --no-legend weightcached@?", self.failed_units
+        )
         self.commands.answer("loginctl", f"show-user {UID} --property=Linger --value", self.linger)
         self.commands.finish()
         return [finding for finding in doctor.examine() if finding.check == check]
@@ -88,16 +98,19 @@ def test_healthy_machine_has_only_ok_findings(machine: Machine) -> None:
         result = CliRunner().invoke(main, ["doctor"])
     assert (result.exit_code, result.stderr) == (0, "")
     units = machine.config / "systemd/user"
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert result.stdout.splitlines() == [
         f"ok    version: weightcached {__version__}, Python {sys.version.split()[0]}, {sys.executable}",
         f"ok    kernel: Linux {os.uname().release}",
         "ok    systemd: systemd 252",
+        f"ok    open files: at most {hard}",
         "ok    linger: units of this user run without a login",
         f"ok    XDG_RUNTIME_DIR: {machine.run}",
         "ok    user manager: running",
         f"ok    unit: {units}/weightcached@.service",
         f"ok    unit: {units}/weightcached.target",
         f"ok    runtime directory: {machine.run}/weightcached",
+        f"ok    cache directory: {machine.base}/cache/weightcached",
         f"ok    manifest: {machine.manifest}: a",
         f"ok    plug-in: {machine.python}: vLLM 0.32.0, torch 2.11",
         f"ok    socket: {socket}: pid 77, ready",
@@ -128,6 +141,25 @@ def test_failure_exits_1_and_a_warning_does_not(machine: Machine) -> None:
 def test_linger_is_read_from_logind_s_files_where_it_does_not_answer(machine: Machine) -> None:
     machine.linger = ""
     assert [finding.level for finding in machine.findings("linger")] == ["warn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("ann", "ann"),
+        ("DOMAIN\\ann o'b", "DOMAIN\\\\ann o\\'b"),
+        ("j\u00f6rg", "j\\303\\266rg"),
+    ],
+)
+def test_linger_file_of_a_user_with_odd_characters_is_found(machine: Machine, name: str, file: str) -> None:
+    machine.linger = ""
+    machine.monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=name))
+    directory = machine.base / "linger"
+    directory.mkdir()
+    machine.monkeypatch.setattr(doctor_host, "LINGER_DIR", directory)
+    assert not lingers(UID)
+    (directory / file).touch()
+    assert [finding.level for finding in machine.findings("linger")] == ["ok"]
 
 
 def test_old_or_missing_systemd_fails(machine: Machine) -> None:
@@ -179,7 +211,100 @@ def test_own_runtime_directory_is_judged(machine: Machine) -> None:
     directory.mkdir(mode=0o755)
     directory.chmod(0o755)
     text = f"runtime directory {directory} has mode 0755, expected 0700: chmod 700 {directory}"
-    assert machine.findings("runtime directory") == [Finding("runtime directory", "fail", text, "see the text")]
+    fix = f"chmod 700 {directory}"
+    assert machine.findings("runtime directory") == [Finding("runtime directory", "fail", text, fix)]
+
+
+def test_something_else_in_the_runtime_directory_s_place_is_moved_away(machine: Machine) -> None:
+    directory = machine.run / "weightcached"
+    directory.symlink_to(machine.base)
+    text = f"runtime directory {directory} is a symbolic link: a real directory is required"
+    fix = f"mv {directory} {directory}.old"
+    assert machine.findings("runtime directory") == [Finding("runtime directory", "fail", text, fix)]
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, options: str) -> Iterator[None]:
+    """A tmpfs at `directory`."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"{options},mode=0700", "wc-test", str(directory)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_full_runtime_directory_is_found(machine: Machine) -> None:
+    with mounted(machine.run, "nr_inodes=1"):
+        found = machine.findings("runtime directory")
+    text = f"{machine.run} has no room for another file"
+    fix = f"df -i {machine.run}; rm what is not needed there"
+    assert found[0] == Finding("runtime directory", "fail", text, fix)
+
+
+AGAIN = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only", "others", "not ours"])
+def test_cache_directory_that_keeps_nothing_is_found(machine: Machine, fault: str) -> None:
+    directory = machine.base / "cache/weightcached"
+    directory.mkdir(parents=True, mode=0o700)
+    expected = {
+        "full": (f"{directory} is full", f"df -h {directory}; rm what is not needed there"),
+        "read-only": (
+            f"{directory} is read-only",
+            f"mount -o remount,rw {directory} (as root), or export XDG_CACHE_HOME=…",
+        ),
+        "others": (f"{directory} can be written by others", f"chmod go-w {directory}"),
+        "not ours": (f"{directory} is not writable", f"chmod u+wx {directory}"),
+    }
+    with contextlib.ExitStack() as stack:
+        if fault == "full":
+            stack.enter_context(mounted(directory, "size=4k"))
+            (directory / "filler").write_bytes(b"x" * 4096)
+        elif fault == "read-only":
+            stack.enter_context(mounted(directory, "ro"))
+        elif fault == "others":
+            directory.chmod(0o777)
+        else:
+            # Root may write everywhere.
+            machine.monkeypatch.setattr(os, "access", lambda path, mode: path != directory)
+        text, fix = expected[fault]
+        assert machine.findings("cache directory") == [Finding("cache directory", "warn", f"{text}: {AGAIN}", fix)]
+
+
+def test_low_limit_of_open_files_is_found(machine: Machine) -> None:
+    machine.monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    assert machine.findings("open files") == [
+        Finding(
+            "open files",
+            "warn",
+            "at most 64 for each process of this session, a large GPU and its engines need 2048",
+            "printf '[Service]\\nLimitNOFILE=8192\\n' | sudo install -D /dev/stdin "
+            "/etc/systemd/system/user@.service.d/weightcached.conf; log in again",
+        )
+    ]
+
+
+def test_unit_that_the_manager_has_given_up_is_found(machine: Machine) -> None:
+    machine.failed_units = "weightcached@cpu0.service loaded failed failed Resident model weights on cpu0\n"
+    name = "weightcached@cpu0.service"
+    fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start cpu0"
+    assert machine.findings("unit")[-1] == Finding("unit", "fail", f"{name} has failed and is not started again", fix)
+
+
+def test_checkpoint_that_is_gone_is_found(machine: Machine) -> None:
+    gone = machine.base / "gone"
+    machine.manifest.write_text(machine.manifest.read_text().replace("o/m", str(gone)))
+    (found,) = machine.findings("manifest")
+    assert (found.level, found.fix) == ("fail", f"edit {machine.manifest}")
+    assert str(gone) in found.text
+
+
+def test_runtime_directory_that_went_with_the_last_logout_is_found(machine: Machine) -> None:
+    machine.monkeypatch.setenv("XDG_RUNTIME_DIR", str(machine.run / "gone"))
+    (found,) = machine.findings("runtime directory")
+    assert found.fix == f"loginctl enable-linger {UID}; export XDG_RUNTIME_DIR=/run/user/{UID}"
+    assert found.text.startswith(f"the runtime directory {machine.run}/gone does not exist")
 
 
 def test_missing_unit_fails(machine: Machine) -> None:

@@ -161,7 +161,11 @@ def test_unknown_field_is_ignored() -> None:
         (packed("Reload", caches=["a", 1]), "Expected `str`, got `int` - at `$.caches[1]`"),
         (packed("Attach", key={}), "Object missing required field `checkpoint` - at `$.key`"),
         (packed("Drop", cache="a")[:-1] + b"\xff", "Invalid UTF-8 encoded string"),
-        (b"\x82\xa4type\xa6Reload\xa6caches\xdd\xff\xff\xff\xff", "Input data was truncated"),
+        (b"\x82\xa4type\xa6Reload\xa6caches\xdc\x03\xe8", "Input data was truncated"),
+        (
+            b"\x82\xa4type\xa6Reload\xa6caches\xdd\xff\xff\xff\xff",
+            "Expected `array` of length <= 1000 - at `$.caches`",
+        ),
         (
             b"\x82\xa4type\xa6Reload\xa3new" + b"\x91" * 60_000,
             "maximum recursion depth exceeded while deserializing an object",

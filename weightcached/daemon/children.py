@@ -75,7 +75,13 @@ class Child:
                 bufsize=0,
             )
         self.pid = self._process.pid
-        self._pidfd = OwnedFd(os.pidfd_open(self.pid))
+        try:
+            self._pidfd = OwnedFd(os.pidfd_open(self.pid))
+        except OSError:
+            # Out of descriptors: nobody would ever hear of its end.
+            self._kill_session()
+            self._process.communicate()
+            raise
         self._pumps = [
             asyncio.create_task(self._pump(pipe, is_error=pipe is self._process.stderr))
             for pipe in (self._process.stdout, self._process.stderr)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -39,6 +40,7 @@ from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, Statu
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The manager waits this much longer than we do for a stalled loader: we can say what stalled.
 _EXTEND_MARGIN_S = 15.0
 
@@ -57,6 +59,8 @@ class Options:
 
 def run(options: Options) -> int:
     """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before it serves."""
+    # What comes before the event loop listens is kept for it: an early stop, too, is an orderly one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     device = check_device(options.device)
     directory = options.socket_dir or runtime_dir()
     path = socket_path(device, directory)
@@ -79,9 +83,9 @@ def _lock(device: str, path: Path) -> Iterator[None]:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as e:
-        raise RuntimePathError(
-            f"cannot open the lock {path}: {e.strerror}; if something else is there, remove it"
-        ) from e
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = f"free space or inodes: df -i {path.parent}" if full else "if something else is there, remove it"
+        raise RuntimePathError(f"cannot open the lock {path}: {e.strerror}; {mend}") from e
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise RuntimePathError(f"the lock {path} is not a regular file: remove it")
@@ -94,8 +98,10 @@ def _lock(device: str, path: Path) -> Iterator[None]:
                 f"device {device} is served by another weightcached ({who}), which holds {path}: "
                 f"systemctl --user stop weightcached@{device}.service, or end that process"
             ) from e
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        # Only for the message above: a full file system is no reason not to serve.
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(fd)
@@ -128,9 +134,11 @@ async def _live(
     daemon = Daemon(options, path, listener, store, adopted)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
+    # Before any child: it would inherit the mask.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(daemon.start())
     try:

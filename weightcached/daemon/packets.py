@@ -8,7 +8,7 @@ import errno
 import socket
 from collections.abc import Sequence
 
-from weightcached.wire.framing import Packet, recv_packet, send_packet
+from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, send_packet
 
 # How long a sender waits when too many descriptors of this user are in flight (unix(7), ETOOMANYREFS).
 _IN_FLIGHT_RETRY_S = 0.05
@@ -40,13 +40,13 @@ async def _writable(fd: int) -> None:
         loop.remove_writer(fd)
 
 
-async def recv(sock: socket.socket, *, max_fds: int) -> Packet:
+async def recv(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES) -> Packet:
     """The next packet; raises as recv_packet() does. No deadline of its own."""
     # One turn of the loop per packet, or a peer that floods would be the only one served.
     await asyncio.sleep(0)
     while True:
         try:
-            return recv_packet(sock, max_fds=max_fds)
+            return recv_packet(sock, max_fds=max_fds, max_large_bytes=max_large_bytes)
         except BlockingIOError:
             await readable(sock.fileno())
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.loading import Delivery, LoaderRun, LoadFailedError, LoadRequest, OnKey, OnProgress
+from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.errors import ManifestError
@@ -151,7 +152,7 @@ class Reconciler:
         unknown = [name for name in only if name not in known]
         if unknown:
             raise UnknownCacheError(
-                f"no cache {', '.join(map(repr, unknown))} on {self._device}: it has "
+                f"no cache {printable(', '.join(map(repr, unknown)), 1000)} on {self._device}: it has "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
 
@@ -287,6 +288,10 @@ class Reconciler:
     async def _retire(self, generation: Generation) -> None:
         generation.retire()
         self._matcher.forget(generation)
+        # Whoever asked for it may leave meanwhile; the store would then keep the memory for good.
+        await asyncio.shield(asyncio.create_task(self._take_out(generation)))
+
+    async def _take_out(self, generation: Generation) -> None:
         try:
             await asyncio.to_thread(self._store.remove, generation)
         except StoreError as e:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket
 import stat
 from collections.abc import Callable
@@ -24,6 +25,9 @@ from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
+# Kept free of peers: to start a loader (10), for our own handshake (3), to reach the descriptor store (3), and as
+# many again for what libraries open for a moment.
+_RESERVED_DESCRIPTORS = 32
 _BACKLOG = 256
 # Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
 _ACCEPT_PAUSE_S = 0.2
@@ -69,6 +73,8 @@ class Server:
         self._listener = listener
         self._open_session = open_session
         self._connections: set[asyncio.Task[None]] = set()
+        # The kernel gives the lowest free number, so a number tells how many are taken.
+        self._first_reserved = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -110,15 +116,25 @@ class Server:
             _refuse(sock, Refused(code="peer", message=str(e)))
             return
         # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
-        if len(self._connections) >= MAX_CONNECTIONS and peer.pid != os.getpid():
+        limit = self._limit_reached(sock)
+        if limit and peer.pid != os.getpid():
             log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
             peer.close()
-            message = f"this daemon has {MAX_CONNECTIONS} connections, the most it takes: close some, then try again"
+            message = f"this daemon has {limit}: close some, then try again"
             _refuse(sock, Refused(code="busy", message=message))
             return
         task = asyncio.create_task(self._serve(sock, peer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
+
+    def _limit_reached(self, sock: socket.socket) -> str:
+        """Why one more connection is too many, or ""."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            return f"{MAX_CONNECTIONS} connections, the most it takes"
+        if sock.fileno() >= self._first_reserved:
+            allowed = "the most that its limit of open files allows (LimitNOFILE=, ulimit -n)"
+            return f"{len(self._connections)} connections, {allowed}"
+        return ""
 
     async def _serve(self, sock: socket.socket, peer: Peer) -> None:
         session = asyncio.create_task(self._open_session(sock, peer).run())

@@ -21,7 +21,7 @@ from weightcached.daemon.matching import Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.errors import ProtocolError
-from weightcached.wire.framing import MAX_PACKET_FDS, Packet
+from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
     Absent,
@@ -107,7 +107,7 @@ class Session:
 
     async def _hello(self) -> bool:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            packet = await packets.recv(self._sock, max_fds=0)
+            packet = await self._recv()
         hello = decode_request(packet.data)
         if not isinstance(hello, Hello):
             raise ProtocolError(f"the first message is {type(hello).__name__}, expected Hello")
@@ -133,7 +133,7 @@ class Session:
         while True:
             # Listening goes on while the answer is made, so that a peer that leaves is noticed at once. What it says
             # meanwhile waits for its turn.
-            listener = asyncio.create_task(packets.recv(self._sock, max_fds=0))
+            listener = asyncio.create_task(self._recv())
             answer = asyncio.create_task(self._answer(request))
             try:
                 await asyncio.wait({listener, answer}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,8 +145,11 @@ class Session:
             finally:
                 await _cancel(listener, answer)
 
+    async def _recv(self) -> Packet:
+        return await packets.recv(self._sock, max_fds=0, max_large_bytes=MAX_REQUEST_BYTES)
+
     async def _next_packet(self) -> Packet:
-        return await self._within_idle_limit(packets.recv(self._sock, max_fds=0))
+        return await self._within_idle_limit(self._recv())
 
     async def _within_idle_limit(self, packet: Awaitable[Packet]) -> Packet:
         async with asyncio.timeout(None if self._purpose == "engine" else self._idle_timeout_s):

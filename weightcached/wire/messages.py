@@ -7,7 +7,7 @@ packets. Unknown fields are ignored, so a field may be added without a new PROTO
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -79,7 +79,7 @@ class Reload(Message, frozen=True):
     With `force`, load everything anew. `caches` limits it to names like "llama-8b/target"; empty means all.
     """
 
-    caches: list[Name] = []
+    caches: Annotated[list[Name], Meta(max_length=1000)] = []
     force: bool = False
 
 
@@ -305,8 +305,19 @@ _loader = msgspec.msgpack.Decoder(LoaderMessage)
 
 
 def encode(message: Message) -> bytes:
-    """The message as msgpack."""
-    return _encoder.encode(message)
+    """The message as msgpack. Of a path whose bytes are no UTF-8, "?" stands for what cannot be said."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        return _encoder.encode(_without_surrogates(msgspec.to_builtins(message)))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+    return [_without_surrogates(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def decode_request(data: bytes) -> Request:

@@ -1,0 +1,101 @@
+"""Points at which a process of the tests waits until it is let go on: a FIFO named after the phase arms one.
+
+The daemon's own phases are made to wait by running it as `python -m tests.fakes.pauses serve …`, which wraps the
+functions where a phase begins; the product has no hook for this.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "WEIGHTCACHED_TEST_PAUSES"
+_BOUND_S = 30.0
+
+
+class Pauses:
+    """The test's side: a directory of armed phases."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+
+    def arm(self, phase: str) -> None:
+        os.mkfifo(self.directory / phase)
+
+    def reached(self, phase: str) -> bool:
+        return (self.directory / f"{phase}.reached").exists()
+
+    def let_go(self, phase: str, ended: Callable[[], bool]) -> None:
+        """Let whoever waits in the phase go on; nobody does if the process has `ended`."""
+        deadline_s = time.monotonic() + _BOUND_S
+        while not ended():
+            try:
+                os.close(os.open(self.directory / phase, os.O_WRONLY | os.O_NONBLOCK))
+                break
+            except OSError:
+                assert time.monotonic() < deadline_s, f"nobody waits in {phase}"
+                time.sleep(0.01)
+        (self.directory / phase).unlink()
+
+
+def at(directory: str | None, phase: str) -> None:
+    """The process's side: wait here if the phase is armed."""
+    if directory is None:
+        return
+    fifo = Path(directory, phase)
+    if fifo.exists():
+        fifo.with_name(f"{phase}.reached").touch()
+        with open(fifo, "rb") as gate:
+            gate.read()
+
+
+def _before(owner: Any, name: str, phase: str) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        at(os.environ.get(VARIABLE), phase)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, waiting)
+
+
+def _after(owner: Any, name: str, phase: str) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        at(os.environ.get(VARIABLE), phase)
+        return result
+
+    setattr(owner, name, waiting)
+
+
+def main() -> None:
+    from weightcached import cli
+    from weightcached.daemon import fdstore
+    from weightcached.daemon import main as daemon
+    from weightcached.daemon.caches import Cache
+    from weightcached.daemon.reconcile import Reconciler
+
+    _before(daemon, "_raise_descriptor_limit", "lock")
+    _before(fdstore, "adopt", "adopt")
+    _after(daemon, "listen", "bind")
+    # Each of these has its first descriptor on its way when it waits: the set in the store is cut short.
+    _after(fdstore, "_send", "store")
+    _before(Reconciler, "_publish", "publish")
+    _before(Cache, "publish", "stored")
+    _before(daemon, "shake_hands", "handshake")
+    _before(fdstore.FdStore, "remove", "unstore")
+    _before(Reconciler, "release", "release")
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""The machine misbehaves: disk, memory, limits, clock, directories. What is served stays served, and it is said why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.checkpoints import identity_of, key_of, with_checkpoint, write_checkpoint
+from tests.fakes.client import Client
+from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
+from weightcached.identity import with_full
+from weightcached.key import WeightCacheKey
+from weightcached.wire.messages import Attach, Refused, Reload, ReloadReply
+
+Launcher = Callable[..., DaemonProcess]
+FEW_DESCRIPTORS = 64
+
+
+def reload(daemon: DaemonProcess) -> ReloadReply:
+    with daemon.client("ctl") as tool:
+        reply = tool.ask(Reload())
+        while not isinstance(reply, ReloadReply):
+            reply = tool.receive()
+    return reply
+
+
+def attaches(daemon: DaemonProcess, key: WeightCacheKey) -> None:
+    with daemon.client() as engine:
+        engine.attach(key).close()
+
+
+# ---- disks and directories
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, options: str) -> Iterator[Path]:
+    """A tmpfs at `directory`."""
+    directory.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "weightcached-test", str(directory)], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def fill(directory: Path) -> None:
+    with open(directory / "filler", "wb", buffering=0) as f, contextlib.suppress(OSError):
+        while True:
+            f.write(b"\0" * 4096)
+
+
+def full_key_of(copy: Path) -> WeightCacheKey:
+    """The key of an engine that has digested its own copy: the daemon must digest its files, too."""
+    return with_checkpoint(key_of({"model": str(copy)}), full=with_full(identity_of(copy)).full)
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+def test_cache_directory_that_takes_no_file_costs_no_more_than_the_digest_again(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(short_tmp / "cache", "size=64k,mode=0700") as cache:
+        if fault == "full":
+            fill(cache)
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", str(cache)], check=True)
+        daemon = make_daemon([model("tiny", checkpoint)])
+        daemon.env = {"XDG_CACHE_HOME": str(cache)}
+        daemon.start()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        attaches(daemon, full_key_of(write_checkpoint(short_tmp / "copy")))
+        assert "digest made cache=tiny/target generation=1" in daemon.log
+        assert daemon.stop() == 0
+
+
+def test_runtime_directory_without_room_for_a_byte_is_enough_for_lock_and_socket(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
+    with mounted(short_tmp / "run", "size=64k,mode=0700") as run:
+        fill(run)
+        daemon = make_daemon([model("tiny", checkpoint)]).start()
+        attaches(daemon, key_of({"model": str(checkpoint)}))
+        # The lock holds although the pid did not fit into it.
+        second = make_daemon()
+        second.launch()
+        assert second.wait() == 75
+        assert "is served by another weightcached (a process that left no pid)" in second.log
+        assert daemon.stop() == 0
+
+
+def test_runtime_directory_without_room_for_a_file_is_named(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
+    # The one inode is the directory's own.
+    with mounted(short_tmp / "run", "nr_inodes=1,mode=0700") as run:
+        daemon = make_daemon([model("tiny", checkpoint)]).launch()
+        assert daemon.wait() == 78
+        assert daemon.log.splitlines()[-1].partition("ERROR ")[2] == (
+            f"cannot open the lock {run}/cpu0.lock: No space left on device; free space or inodes: df -i {run}"
+        )
+
+
+def test_runtime_directory_that_is_removed_leaves_engines_what_they_have(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
+    """As at the last logout of a user without lingering. The watchdog is no longer fed: the manager will replace it."""
+    daemon = make_daemon([model("tiny", checkpoint)])
+    daemon.env = {"WATCHDOG_USEC": "200000"}
+    daemon.start()
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine:
+        handout = engine.attach(key)
+        shutil.rmtree(daemon.runtime)
+        until(lambda: "the watchdog is not fed" in daemon.log, "the daemon has noticed")
+        assert engine.status().state == "ready"
+        assert (
+            os.pread(handout.segment_fds[0].fileno(), 4096, 0) == (checkpoint / "model.safetensors").read_bytes()[:4096]
+        )
+        handout.close()
+        assert daemon.stop() == 0
+    daemon.start()
+    attaches(daemon, key)
+
+
+def test_checkpoint_deleted_while_it_is_served_is_served_on(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
+    daemon = make_daemon([model("tiny", checkpoint)]).start()
+    key = key_of({"model": str(checkpoint)})
+    copy = full_key_of(write_checkpoint(short_tmp / "copy"))
+    shutil.rmtree(checkpoint)
+    attaches(daemon, key)
+    with daemon.client() as engine:
+        reply = engine.ask(Attach(key=copy))
+    # Its files can no longer be read, so a copy can no longer be compared with them.
+    assert type(reply).__name__ == "Mismatch", reply
+    refused = reload(daemon)
+    assert refused.outcomes == []
+    assert str(checkpoint) in refused.error
+    attaches(daemon, key)
+    write_checkpoint(checkpoint)
+    assert [(o.outcome, o.generation) for o in reload(daemon).outcomes] == [("loaded", 2)]
+
+
+# ---- limits
+
+
+def limited(make_daemon: Launcher, checkpoint: Path) -> DaemonProcess:
+    daemon = make_daemon([model("tiny", checkpoint)])
+    daemon.env = {"WATCHDOG_USEC": "200000"}
+    daemon.limits = {resource.RLIMIT_NOFILE: (FEW_DESCRIPTORS, FEW_DESCRIPTORS)}
+    return daemon.start()
+
+
+def test_with_64_descriptors_a_crowd_is_refused_and_the_daemon_lives(make_daemon: Launcher, checkpoint: Path) -> None:
+    daemon = limited(make_daemon, checkpoint)
+    key = key_of({"model": str(checkpoint)})
+    with contextlib.ExitStack() as stack:
+        clients = []
+        refusal = None
+        while refusal is None:
+            client = stack.enter_context(Client(daemon.socket))
+            client.sock.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                refusal = client.receive()
+            clients.append(client)
+        assert isinstance(refusal, Refused)
+        assert refusal.code == "busy"
+        # Its own handshake may be one of them.
+        assert re.fullmatch(
+            r"this daemon has \d+ connections, the most that its limit of open files allows "
+            r"\(LimitNOFILE=, ulimit -n\): close some, then try again",
+            refusal.message,
+        )
+        assert len(clients) > 8
+        # Its own handshake and a load go on beside the crowd.
+        daemon.notified("WATCHDOG=1")
+        daemon.notified("WATCHDOG=1")
+    until(lambda: not any("pidfd" in target for target in daemon.descriptors()), "the crowd has left")
+    attaches(daemon, key)
+    write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=4)])
+    assert [o.outcome for o in reload(daemon).outcomes] == ["loaded"]
+
+
+def test_more_segments_than_descriptors_fail_by_name_and_leave_what_is_served(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
+    daemon = limited(make_daemon, checkpoint)
+    # The loader, which inherits the limit, can just make them.
+    write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=48)])
+    (outcome,) = reload(daemon).outcomes
+    assert outcome.outcome == "failed"
+    assert "more descriptors than this process may still open (LimitNOFILE=, ulimit -n)" in outcome.error
+    attaches(daemon, key_of({"model": str(checkpoint)}))
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """A memory cgroup, of version 1 or 2, and the file that takes processes into it."""
+    base, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+    if not base.is_dir():
+        base, name = Path("/sys/fs/cgroup"), "memory.max"
+    group = base / f"weightcached-test-{os.getpid()}-{time.monotonic_ns()}"
+    group.mkdir()
+    try:
+        (group / name).write_text(str(limit_bytes))
+        swap = group / ("memory.memsw.limit_in_bytes" if name != "memory.max" else "memory.swap.max")
+        if swap.exists():
+            swap.write_text(str(limit_bytes) if name != "memory.max" else "0")
+        yield group / "cgroup.procs"
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text(), "its processes are gone")
+        group.rmdir()
+
+
+def test_loader_that_runs_out_of_memory_is_named_and_what_is_served_stays(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
+    with memory_cgroup(200 << 20) as procs:
+        script = short_tmp / "limited-loader"
+        script.write_text(f"#!/bin/sh\necho $$ > {procs}\nexec {LOADER}\n")
+        daemon = make_daemon([model("tiny", checkpoint)])
+        daemon.loader_command = f"sh {script}"
+        daemon.start()
+        write_manifest(daemon.manifest, [model("tiny", checkpoint, x_fault="eat-memory-in-packing")])
+        (outcome,) = reload(daemon).outcomes
+        assert (outcome.outcome, outcome.generation, outcome.error) == (
+            "failed",
+            1,
+            "loader of tiny/target died of SIGKILL; if the kernel ran out of memory, 'journalctl --user -k' or "
+            "dmesg says so",
+        )
+        attaches(daemon, key_of({"model": str(checkpoint)}))
+        daemon.stop()
+
+
+# ---- clock, names, locale
+
+
+def test_deadlines_do_not_follow_the_wall_clock(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+    daemon = make_daemon([model("tiny", checkpoint, x_gate=str(gate))])
+    daemon.module = "tests.fakes.jumping_clock"
+    daemon.options = ["--stall-timeout", "5", "--idle-timeout", "0.5"]
+    daemon.launch().notified("weights")
+    with daemon.client() as engine, daemon.client("ctl") as tool, Client(daemon.socket) as silent:
+        began_s = time.monotonic()
+        assert tool.closed_by_daemon()
+        assert 0.4 < time.monotonic() - began_s < 3
+        gate.write_bytes(b"")
+        daemon.notified("READY=1")
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        assert silent.closed_by_daemon()
+        assert 4.5 < time.monotonic() - began_s < 8
+        assert engine.status().state == "ready"
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("name", ["räum e", "new\nline", "%i $HOME 'q'", os.fsdecode(b"latin\xe9")], ids=repr)
+def test_odd_characters_in_paths_under_any_locale(
+    make_daemon: Launcher, checkpoint: Path, name: str, locale: str
+) -> None:
+    odd = checkpoint.parent / name
+    odd.mkdir()
+    daemon = make_daemon([model("tiny", checkpoint)])
+    shutil.move(daemon.manifest, odd / "manifest.yaml")
+    daemon.manifest = odd / "manifest.yaml"
+    daemon.runtime = odd / "run"
+    daemon.socket = daemon.runtime / "cpu0.sock"
+    daemon.env = {"LC_ALL": locale, "LANG": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    daemon.start()
+    assert daemon.status().manifest.endswith("/manifest.yaml")
+    attaches(daemon, key_of({"model": str(checkpoint)}))
+    daemon.manifest.write_text("version: 1\nmodels: {\n")
+    assert reload(daemon).error
+    assert daemon.status().manifest_error
+    assert daemon.stop() == 0
+    assert "Traceback" not in daemon.log

@@ -1,0 +1,175 @@
+"""What the product's unit promises under a real manager beside test_unit.py: limits, grouping, upgrade, hardening."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import pauses
+from tests.fakes.checkpoints import key_of, write_checkpoint
+from tests.fakes.daemon import LOADER, ROOT, model, until, write_manifest
+from tests.fakes.pauses import Pauses
+from tests.systemd.conftest import SETTINGS, Unit, product_unit
+from tests.systemd.manager import PrivateManager
+
+BURST = 10
+
+
+def memfds(manager: PrivateManager) -> int:
+    return sum("/memfd:" in target for target in manager.descriptors())
+
+
+def test_unit_is_active_only_after_the_handshake_with_its_own_socket(unit: Unit, tmp_path: Path) -> None:
+    gates = Pauses(tmp_path / "pauses")
+    gates.arm("handshake")
+    unit.install(f"Environment={pauses.VARIABLE}={gates.directory}", module="tests.fakes.pauses")
+    unit.systemctl("start", block=False)
+    until(lambda: gates.reached("handshake"), "it is about to shake hands")
+    # Everything is loaded and stored, and the unit is not yet up.
+    assert unit.show("ActiveState") == "activating"
+    gates.let_go("handshake", lambda: False)
+    until(lambda: unit.show("ActiveState") == "active", "the unit is up")
+    # Logged after the manager has been told.
+    until(lambda: "serving device=" in unit.log(), "it says that it serves")
+    assert unit.log().count("serving device=") == 1
+
+
+def test_loader_that_fails_always_is_given_up_after_the_burst(unit: Unit) -> None:
+    unit.configure(x_fault="exception-in-packing")
+    unit.install("RestartSec=1ms").systemctl("start", check=False)
+    until(lambda: unit.show("ActiveState") == "failed", "the manager has given up")
+    assert unit.show("NRestarts") == str(BURST)
+    assert unit.loads() == BURST
+    # And the operator has it back after the mending.
+    unit.configure()
+    unit.systemctl("reset-failed")
+    unit.systemctl("start")
+    assert unit.cache().state == "ready"
+
+
+def test_daemon_reexec_of_the_manager_loses_nothing(unit: Unit, manager: PrivateManager) -> None:
+    before = memfds(manager)
+    unit.install().systemctl("start")
+    pid = unit.pid
+    with unit.client() as engine:
+        engine.attach(key_of(unit.engine)).close()
+        manager.systemctl("daemon-reexec")
+        assert (unit.pid, unit.show("ActiveState"), unit.show("NRestarts")) == (pid, "active", "0")
+        assert memfds(manager) == before + 3
+        assert engine.status().caches[0].engines[0].pid == os.getpid()
+    unit.systemctl("stop")
+    assert memfds(manager) == before
+
+
+def test_index_of_an_older_format_in_the_store_is_loaded_anew(unit: Unit, manager: PrivateManager) -> None:
+    before = memfds(manager)
+    unit.install(module="tests.fakes.older").systemctl("start")
+    assert memfds(manager) == before + 3
+    unit.install().systemctl("restart")
+    assert (unit.cache().source, unit.cache().state, unit.loads()) == ("loaded", "ready", 2)
+    assert "descriptors=3 reason=tensor index has format version 0, this software reads 1" in unit.log()
+    # Of the old set nothing is left.
+    assert memfds(manager) == before + 3
+    assert unit.log().count("Traceback") == 0
+
+
+def test_runtime_directory_removed_under_the_daemon_is_mended_by_the_watchdog(unit: Unit) -> None:
+    unit.install("WatchdogSec=1s").systemctl("start")
+    pid = unit.pid
+    unit.socket.unlink()
+    until(lambda: unit.pid not in (0, pid) and unit.show("ActiveState") == "active", "the watchdog has replaced it")
+    assert (unit.cache().source, unit.loads()) == ("adopted", 1)
+
+
+def test_hardening_of_the_unit_is_in_force_on_daemon_and_loader(unit: Unit, tmp_path: Path) -> None:
+    gates = Pauses(tmp_path / "pauses")
+    gates.arm("weights")
+    unit.configure(x_pauses=str(gates.directory))
+    unit.install().systemctl("start", block=False)
+    until(lambda: gates.reached("weights"), "the loader runs")
+    loader = unit.spawns.read_text().split()[-1]
+    for pid in (str(unit.pid), loader):
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        # RestrictRealtime=, RestrictSUIDSGID=, LockPersonality= and SystemCallArchitectures= are filters of mode 2.
+        assert (status["NoNewPrivs"], status["Seccomp"], status["Umask"]) == ("1", "2", "0077")
+        assert int(status["Seccomp_filters"]) >= 4
+    limits = Path(f"/proc/{unit.pid}/limits").read_text()
+    assert "8192                 8192                 files" in limits
+    gates.let_go("weights", lambda: False)
+    until(lambda: unit.show("ActiveState") == "active", "the unit is up")
+
+
+# ---- the target
+
+
+class Group:
+    """Two enabled units of the template, and the target."""
+
+    def __init__(self, manager: PrivateManager, directory: Path) -> None:
+        self.manager = manager
+        self.units = ["weightcached@cpu901.service", "weightcached@cpu902.service"]
+        manifest = directory / "manifest.yaml"
+        checkpoint = write_checkpoint(directory / "checkpoint")
+        write_manifest(manifest, [model(f"m{n}", checkpoint, f"cpu90{n}") for n in (1, 2)])
+        start = f'{sys.executable} -m weightcached serve %i --manifest {manifest} --loader-command "{LOADER}"'
+        text = product_unit(start, f"{sys.executable} -m tests.fakes.client %t/weightcached/%i.sock")
+        text += SETTINGS.format(root=ROOT, log=directory / "daemon.log")
+        (manager.unit_dir / "weightcached@.service").write_text(text)
+        manager.write_unit("weightcached.target", (ROOT / "systemd/weightcached.target").read_text())
+        manager.systemctl("enable", *self.units)
+
+    def states(self) -> list[str]:
+        return [self.manager.show(unit, "ActiveState") for unit in self.units]
+
+    def close(self) -> None:
+        self.manager.systemctl("stop", "weightcached.target", *self.units, check=False)
+        self.manager.systemctl("disable", "weightcached.target", *self.units, check=False)
+        for name in ("weightcached@.service", "weightcached.target"):
+            (self.manager.unit_dir / name).unlink()
+        self.manager.systemctl("daemon-reload")
+
+
+@pytest.fixture
+def group(manager: PrivateManager, tmp_path: Path) -> Iterator[Group]:
+    group = Group(manager, tmp_path)
+    yield group
+    group.close()
+
+
+def test_target_starts_restarts_and_stops_every_enabled_unit(group: Group, manager: PrivateManager) -> None:
+    before = memfds(manager)
+    assert group.states() == ["inactive", "inactive"]
+    manager.systemctl("start", "weightcached.target")
+    until(lambda: group.states() == ["active", "active"], "both units are up")
+    pids = [manager.show(unit, "MainPID") for unit in group.units]
+    manager.systemctl("restart", "weightcached.target")
+    until(lambda: group.states() == ["active", "active"], "both units are up again")
+    assert not {manager.show(unit, "MainPID") for unit in group.units} & set(pids)
+    manager.systemctl("stop", "weightcached.target")
+    until(lambda: group.states() == ["inactive", "inactive"], "both units have stopped")
+    assert memfds(manager) == before
+
+
+def test_one_unit_of_the_group_restarts_without_the_other(group: Group, manager: PrivateManager) -> None:
+    manager.systemctl("start", "weightcached.target")
+    until(lambda: group.states() == ["active", "active"], "both units are up")
+    first, second = (int(manager.show(unit, "MainPID")) for unit in group.units)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: int(manager.show(group.units[0], "MainPID")) not in (0, first), "the first is replaced")
+    until(lambda: group.states() == ["active", "active"], "both units are up")
+    assert int(manager.show(group.units[1], "MainPID")) == second
+
+
+def test_exposure_that_systemd_reckons_is_no_worse_than_documented(group: Group, manager: PrivateManager) -> None:
+    command = ["systemd-analyze", "--user", "--no-pager", "security", group.units[0]]
+    done = subprocess.run(command, env=manager.env, capture_output=True, text=True, check=True)
+    overall = done.stdout.strip().splitlines()[-1]
+    documented = (ROOT / "docs/security.md").read_text()
+    line = next(line for line in documented.splitlines() if "Overall exposure level" in line)
+    assert float(overall.split(": ")[1].split()[0]) <= float(line.split(": ")[1].split()[0])
