@@ -215,6 +215,7 @@ class Reconciler:
         return await self._loader(self._request(cache, want), on_progress=on_progress, on_key=on_key).run()
 
     def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
+        placement = want.spec.placement_of(self._device)
         return LoadRequest(
             device=self._device,
             cache=cache.name,
@@ -222,7 +223,8 @@ class Reconciler:
             generation=cache.next_number,
             spec_digest=want.spec_digest,
             engine=want.spec.engine,
-            rank=want.spec.rank_of(self._device),
+            rank=placement.rank,
+            dp_rank=placement.dp_rank,
             rendezvous=want.spec.rendezvous,
             identity=want.spec.identity,
             python=want.spec.python,
