@@ -12,6 +12,7 @@ What goes wrong is chosen by name through the engine arguments, so that one mani
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -38,6 +39,8 @@ from weightcached.wire.messages import (
     Message,
     encode,
 )
+
+PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -171,6 +174,8 @@ FAULTS: dict[str, Callable[[Child], None]] = {
 
 
 def main() -> None:
+    # As the real one does: it ends with its daemon.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     job = decode_job(sys.stdin.buffer.read())
     if "x_spawns" in job.engine:
         with open(job.engine["x_spawns"], "a") as f:
