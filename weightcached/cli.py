@@ -16,12 +16,11 @@ from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S
 from weightcached.daemon.main import Options, run
 from weightcached.daemon.session import IDLE_TIMEOUT_S
 from weightcached.errors import WeightcachedError
-from weightcached.preload import Options as PreloadOptions
-from weightcached.preload import run as run_preload
 
 log = logging.getLogger(__name__)
 
 _PORT = click.IntRange(1, 65535)
+_EXPORTER_PORT = 9838
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -131,8 +130,10 @@ def preload(
 
     Exit status: 0 stopped, 2 bad usage, else that of the rank that died.
     """
+    from weightcached import preload as command
+
     logs.configure("info")
-    options = PreloadOptions(
+    options = command.Options(
         arguments=arguments,
         socket_dir=weight_cache_socket_dir,
         master_port=weight_cache_master_port,
@@ -142,7 +143,42 @@ def preload(
         loader_command=loader_command,
         parser_command=shlex.split(parser_command) if parser_command else None,
     )
-    _end(lambda: run_preload(options))
+    _end(lambda: command.run(options))
+
+
+@main.command()
+@click.option(
+    "--manifest",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
+    help="The model manifest, which says what must be ready.",
+)
+@click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="$XDG_RUNTIME_DIR/weightcached",
+    help="Directory of the daemons' sockets.",
+)
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=_EXPORTER_PORT, help="Port to listen on; 0 takes a free one."
+)
+def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port: int) -> None:
+    """Serve /health and /metrics of this node's daemons over HTTP until told to stop.
+
+    /health answers 200 when every cache that the manifest wants is ready, else 503 with one line for each that is
+    not. /metrics is in Prometheus's text format and needs the package prometheus_client.
+
+    Exit status: 0 stopped, 1 cannot listen there, 2 bad usage.
+    """
+    # The daemon has no use for an HTTP server in its memory.
+    from weightcached.exporter import serve_http
+    from weightcached.health import Node
+
+    logs.configure("info")
+    _end(lambda: serve_http(Node(manifest, socket_dir), host=host, port=port))
 
 
 def _end(serve: Callable[[], int]) -> NoReturn:
