@@ -58,11 +58,12 @@ def wanted_caches(manifest: Manifest, device: str) -> list[Wanted]:
     return [
         Wanted(f"{spec.name}/{role}", role, spec, spec.digest(device))
         for spec in manifest.on(device)
-        for role in _roles(spec)
+        for role in roles(spec)
     ]
 
 
-def _roles(spec: ModelSpec) -> tuple[Role, ...]:
+def roles(spec: ModelSpec) -> tuple[Role, ...]:
+    """The caches of a model on each of its devices."""
     # Methods like ngram speculate without a second model.
     speculative = spec.engine.get("speculative_config")
     has_draft = isinstance(speculative, dict) and speculative.get("model") and speculative.get("method") != "ngram"
