@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -16,6 +18,9 @@ from weightcached.daemon.session import IDLE_TIMEOUT_S
 from weightcached.errors import WeightcachedError
 
 log = logging.getLogger(__name__)
+
+_PORT = click.IntRange(1, 65535)
+_EXPORTER_PORT = 9838
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -65,8 +70,8 @@ def serve(
     78 the configuration must be changed first.
     """
     logs.configure(log_level)
-    try:
-        status = run(
+    _end(
+        lambda: run(
             Options(
                 device=device,
                 manifest=manifest.absolute() if manifest else None,
@@ -76,6 +81,109 @@ def serve(
                 idle_timeout_s=idle_timeout,
             )
         )
+    )
+
+
+@main.command(
+    context_settings={
+        "allow_extra_args": True,
+        # A short option here would be found inside of vLLM's, such as -dph.
+        "help_option_names": ["--help"],
+        "ignore_unknown_options": True,
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    }
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE ARGUMENTS]...")
+@click.option(
+    "--weight-cache-socket-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="$XDG_RUNTIME_DIR/weightcached",
+    help="Directory of the sockets; made with mode 0700 if it is missing.",
+)
+@click.option(
+    "--weight-cache-master-port", type=_PORT, metavar="PORT", help="Accepted, and not used: ranks load alone."
+)
+@click.option("--weight-cache-draft-master-port", type=_PORT, metavar="PORT", help="The same for the draft model.")
+@click.option(
+    "--weight-cache-health-port", type=_PORT, metavar="PORT", show_default="none", help="Serve /health and /metrics."
+)
+@click.option("--weight-cache-health-host", default="127.0.0.1", metavar="HOST", help="Address of /health.")
+@click.option("--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader.")
+@click.option("--parser-command", hidden=True, metavar="COMMAND", help="Run this instead of vLLM's parser.")
+def preload(
+    *,
+    arguments: tuple[str, ...],
+    weight_cache_socket_dir: Path | None,
+    weight_cache_master_port: int | None,
+    weight_cache_draft_master_port: int | None,
+    weight_cache_health_port: int | None,
+    weight_cache_health_host: str,
+    loader_command: str | None,
+    parser_command: str | None,
+) -> None:
+    """Keep one model resident without systemd, until SIGINT or SIGTERM.
+
+    ENGINE ARGUMENTS are those of 'vllm serve': --model, --tensor-parallel-size, … Each rank of this node gets a
+    daemon. One READY line is printed when all of them serve. A daemon that dies later is started again and takes its
+    weights back; all end with this command, even if it is killed.
+
+    Exit status: 0 stopped, 2 bad usage, else that of the rank that died.
+    """
+    from weightcached import preload as command
+
+    logs.configure("info")
+    options = command.Options(
+        arguments=arguments,
+        socket_dir=weight_cache_socket_dir,
+        master_port=weight_cache_master_port,
+        draft_master_port=weight_cache_draft_master_port,
+        health_port=weight_cache_health_port,
+        health_host=weight_cache_health_host,
+        loader_command=loader_command,
+        parser_command=shlex.split(parser_command) if parser_command else None,
+    )
+    _end(lambda: command.run(options))
+
+
+@main.command()
+@click.option(
+    "--manifest",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
+    help="The model manifest, which says what must be ready.",
+)
+@click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="$XDG_RUNTIME_DIR/weightcached",
+    help="Directory of the daemons' sockets.",
+)
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=_EXPORTER_PORT, help="Port to listen on; 0 takes a free one."
+)
+def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port: int) -> None:
+    """Serve /health and /metrics of this node's daemons over HTTP until told to stop.
+
+    /health answers 200 when every cache that the manifest wants is ready, else 503 with one line for each that is
+    not. /metrics is in Prometheus's text format and needs the package prometheus_client.
+
+    Exit status: 0 stopped, 1 cannot listen there, 2 bad usage.
+    """
+    # The daemon has no use for an HTTP server in its memory.
+    from weightcached.exporter import serve_http
+    from weightcached.health import Node
+
+    logs.configure("info")
+    _end(lambda: serve_http(Node(manifest, socket_dir), host=host, port=port))
+
+
+def _end(serve: Callable[[], int]) -> NoReturn:
+    try:
+        status = serve()
     except WeightcachedError as e:
         log.error("%s", e)
         raise SystemExit(e.exit_status) from e

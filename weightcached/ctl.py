@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -239,6 +240,30 @@ def devices(as_json: bool) -> None:
         _print_json(ctl_devices.as_json(found))
     else:
         click.echo("\n".join(ctl_devices.as_table(found)))
+
+
+@main.command()
+@_json
+@click.option(
+    "--manifest", type=click.Path(path_type=Path), metavar="PATH", help="Another manifest than the one in force."
+)
+def plan(as_json: bool, manifest: Path | None) -> None:
+    """Show which rank of which model each device serves.
+
+    Read from the manifest, with about the size of each, before anything loads.
+    Exit status: 0 shown, 78 the manifest is wrong.
+    """
+    from weightcached import ctl_plan
+    from weightcached.manifest import load_manifest
+    from weightcached.paths import manifest_path
+
+    rows, problems = ctl_plan.rows_of(load_manifest(manifest_path(manifest)))
+    for problem in problems:
+        complain(problem)
+    if as_json:
+        _print_json(ctl_plan.as_json(rows))
+    else:
+        click.echo("\n".join(ctl_plan.as_table(rows)))
 
 
 @main.command()

@@ -12,7 +12,7 @@ import logging
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,28 @@ def list_gpus() -> list[GpuInfo]:
     """All usable devices in PCI order: of a GPU in MIG mode its MIG devices, not the GPU itself."""
     with _source() as source:
         return source.gpus() if source else []
+
+
+def visible_gpus(gpus: Sequence[GpuInfo], visible: str | None) -> list[str]:
+    """UUIDs of the devices that CUDA shows to a process with this CUDA_VISIBLE_DEVICES, in its order; None is unset.
+
+    Numbers count `gpus`, in PCI order. Raises DeviceError for an entry that CUDA would stop at.
+    """
+    uuids = [gpu.uuid for gpu in gpus]
+    if visible is None:
+        return uuids
+    found: list[str] = []
+    for entry in (text.strip() for text in visible.split(",")):
+        # CUDA takes any beginning of a UUID that only one device has.
+        matching = (
+            uuids[int(entry) : int(entry) + 1] if entry.isdecimal() else [u for u in uuids if u.startswith(entry)]
+        )
+        if not entry or len(matching) != 1 or matching[0] in found:
+            raise DeviceError(
+                f"CUDA_VISIBLE_DEVICES is {visible!r}: {entry!r} names no device of its own; {_visible()}"
+            )
+        found += matching
+    return found
 
 
 def free_and_total_bytes(uuid: str) -> tuple[int, int]:

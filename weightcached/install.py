@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from weightcached.errors import WeightcachedError
 
-UNITS = ("weightcached@.service", "weightcached.target")
+UNITS = ("weightcached@.service", "weightcached-exporter.service", "weightcached.target")
 MANIFEST = "manifest.yaml"
 # Where the commands stand in the unit file of the tree, as a distribution would install them.
 _PACKAGED_BIN = "/usr/bin"
@@ -108,7 +108,7 @@ def source(name: str) -> Path:
 
 def _content(name: str, commands: Path) -> str:
     text = source(name).read_text(encoding="utf-8")
-    if name != UNITS[0]:
+    if not name.endswith(".service"):
         return text
     for command in _COMMANDS:
         if not os.access(commands / command, os.X_OK):

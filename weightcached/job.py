@@ -12,7 +12,7 @@ import msgspec
 
 
 class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cache to load. `rank` is the index of `device` in the manifest entry's devices."""
+    """One cache to load. `rank` counts within the data parallel replica `dp_rank`, pipeline before tensor ranks."""
 
     device: str
     cache: str
@@ -21,6 +21,7 @@ class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     spec_digest: str
     engine: dict[str, Any]
     rank: int
+    dp_rank: int = 0
     rendezvous: str = "solo"
     identity: Literal["full", "sampled"] = "full"
     boot_id: str

@@ -16,6 +16,7 @@ import msgspec
 
 from weightcached.errors import DeviceError, ManifestError
 from weightcached.paths import check_device, is_host_device
+from weightcached.placement import SIZES, Placement, PlacementError, layout_of, needs
 from weightcached.yamlnode import Value, read
 
 VERSION = 1
@@ -24,8 +25,7 @@ ROOT_KEYS = ("version", "models")
 MODEL_KEYS = ("name", "devices", "engine", "python", "rendezvous", "identity")
 RENDEZVOUS = ("solo", "group")
 IDENTITY = ("full", "sampled")
-# One process per device of one model: their product is the number of devices that the model needs.
-LAYOUT_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+LAYOUT_KEYS = SIZES
 # The loader would attach to the cache that it is about to fill.
 OWN_LOAD_FORMATS = ("ipc_cache", "weightcached")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
@@ -50,6 +50,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not self.is_on(device):
             raise DeviceError(f"model {self.name!r} is not on {device}: its devices are {', '.join(self.devices)}")
         return 0 if self.devices == [ALL] else self.devices.index(device)
+
+    def placement_of(self, device: str) -> Placement:
+        """The ranks that `device` serves. Raises DeviceError where the model is not on it."""
+        return layout_of(self.engine).place(self.rank_of(device))
 
     def digest(self, device: str) -> str:
         """Names what a generation on `device` was loaded from; changes with anything that changes the load.
@@ -130,11 +134,7 @@ def _name(value: Value) -> str:
 
 
 def _devices(value: Value, engine: dict[str, Any]) -> list[str]:
-    sizes = {key: engine[key] for key in LAYOUT_KEYS if engine.get(key, 1) != 1}
-    needed = 1
-    for size in sizes.values():
-        needed *= size
-    layout = " × ".join(f"{key} {size}" for key, size in sizes.items()) or "one rank"
+    needed, layout = layout_of(engine).local_ranks, needs(engine)
     if value.kind == "str":
         return _all_devices(value, value, needed, layout)
     items = value.items()
@@ -142,7 +142,7 @@ def _devices(value: Value, engine: dict[str, Any]) -> list[str]:
         return _all_devices(value, items[0], needed, layout)
     devices = _device_list(items)
     if len(devices) != needed:
-        value.fail(f"{len(devices)} devices are listed, {layout} needs {needed}")
+        value.fail(f"{len(devices)} devices are listed, {layout}")
     return devices
 
 
@@ -150,9 +150,7 @@ def _all_devices(value: Value, word: Value, needed: int, layout: str) -> list[st
     if word.string() != ALL:
         value.fail(f"expected a list of devices or {ALL}, got {word.described()}: write [{word.string()}]")
     if needed != 1:
-        value.fail(
-            f"{ALL} gives each device a copy of its own, {layout} needs a list of {needed} devices in rank order"
-        )
+        value.fail(f"{ALL} gives each device a copy of its own, {layout}: list them in rank order")
     return [ALL]
 
 
@@ -190,6 +188,10 @@ def _engine(value: Value) -> dict[str, Any]:
             "remove it here and give it to 'vllm serve' instead"
         )
     engine = cast(dict[str, Any], value.plain())
+    try:
+        layout_of(engine)
+    except PlacementError as e:
+        keys.get(e.key, value).fail(str(e))
     _check_draft(keys.get("speculative_config"))
     return engine
 

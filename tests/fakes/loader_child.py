@@ -133,7 +133,11 @@ class Child:
                 TensorRecord(names=[f"w.{n}"], kind="parameter", dtype="uint8", shape=[len(p)], stride=[1], storage=n)
                 for n, p in enumerate(pieces)
             ],
-            load=LoadReport(seconds=time.monotonic() - self.began_s, finished_at=time.time()),
+            load=LoadReport(
+                seconds=time.monotonic() - self.began_s,
+                finished_at=time.time(),
+                phases={"weights": 1.5, "packing": 0.5},
+            ),
         )
 
     def hand_over(self, index: bytes, segments: list[OwnedFd]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.fakes.checkpoints import key_of
 from tests.fakes.daemon import ROOT, DaemonProcess, environment, model, until
-from weightcached.wire.messages import CacheStatus, StatusReply
+from weightcached.wire.messages import CacheStatus, Counters, StatusReply
 
 Launcher = Callable[..., DaemonProcess]
 MAX_RSS_KIB = 64 * 1024
@@ -33,6 +33,7 @@ def test_status_of_a_fresh_daemon(daemon: DaemonProcess) -> None:
         caches=[cache],
         manifest=str(daemon.manifest),
         software="0.1.0",
+        counters=Counters(phase_seconds={"tiny/target": {"weights": 1.5, "packing": 0.5}}),
     )
     assert cache == CacheStatus(
         name="tiny/target",

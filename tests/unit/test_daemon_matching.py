@@ -90,6 +90,7 @@ def test_digest_that_failed_is_said_and_tried_again(scene: Scene) -> None:
             cache="tiny/target", error="the full digest of its checkpoint could not be made: the disk is gone"
         )
         assert await final(matcher) is scene.generation
+        assert matcher.digest_failures == 1
         await matcher.close()
 
     asyncio.run(main())

@@ -314,3 +314,33 @@ def test_importing_devices_imports_neither_torch_nor_cuda() -> None:
     code = "import sys, weightcached.devices; print([m for m in ('torch', 'cuda', 'pynvml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+# ---- CUDA_VISIBLE_DEVICES
+
+GPUS = [GpuInfo(GPU0, "NVIDIA H200", 1), GpuInfo(MIG0, "MIG 1g", 1, mig=True, parent=GPU1), GpuInfo(GPU1, "A10", 1)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, [GPU0, MIG0, GPU1]),
+        ("2,0", [GPU1, GPU0]),
+        (f"{GPU1}, {GPU0}", [GPU1, GPU0]),
+        ("GPU-1,MIG-c6", [GPU1, MIG0]),
+    ],
+)
+def test_visible_devices_in_the_order_of_the_variable(visible: str | None, expected: list[str]) -> None:
+    assert devices.visible_gpus(GPUS, visible) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "entry"), [("0,3", "3"), ("0,0", "0"), ("GPU-", "GPU-"), ("0,-1", "-1"), ("0,", "")]
+)
+def test_visible_device_that_cuda_would_stop_at_is_named(smi: Smi, visible: str, entry: str) -> None:
+    smi()
+    with pytest.raises(DeviceError) as e:
+        devices.visible_gpus(GPUS, visible)
+    assert str(e.value) == (
+        f"CUDA_VISIBLE_DEVICES is {visible!r}: {entry!r} names no device of its own; this machine has {GPU0}, {GPU1}"
+    )

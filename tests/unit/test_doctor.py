@@ -108,6 +108,7 @@ def test_healthy_machine_has_only_ok_findings(machine: Machine) -> None:
         f"ok    XDG_RUNTIME_DIR: {machine.run}",
         "ok    user manager: running",
         f"ok    unit: {units}/weightcached@.service",
+        f"ok    unit: {units}/weightcached-exporter.service",
         f"ok    unit: {units}/weightcached.target",
         f"ok    runtime directory: {machine.run}/weightcached",
         f"ok    cache directory: {machine.base}/cache/weightcached",
@@ -310,7 +311,7 @@ def test_runtime_directory_that_went_with_the_last_logout_is_found(machine: Mach
 def test_missing_unit_fails(machine: Machine) -> None:
     (machine.config / "systemd/user/weightcached.target").unlink()
     missing = Finding("unit", "fail", "weightcached.target is not installed", "weightcachectl install")
-    assert machine.findings("unit")[1] == missing
+    assert machine.findings("unit")[2] == missing
 
 
 def test_unit_of_an_environment_that_is_gone_fails(machine: Machine) -> None:

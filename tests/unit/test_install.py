@@ -14,6 +14,7 @@ from weightcached.ctl import main
 from weightcached.install import InstallError, Outcome, install, is_unmodified, source, uninstall
 
 UNIT = "systemd/user/weightcached@.service"
+EXPORTER = "systemd/user/weightcached-exporter.service"
 TARGET = "systemd/user/weightcached.target"
 MANIFEST = "weightcached/manifest.yaml"
 
@@ -46,7 +47,12 @@ def exec_lines(config: Path) -> list[str]:
 
 
 def test_install_writes_units_with_this_environments_commands(config: Path, commands: Path) -> None:
-    assert actions(install(bin_dir=commands), config) == {UNIT: "wrote", TARGET: "wrote", MANIFEST: "wrote"}
+    assert actions(install(bin_dir=commands), config) == {
+        UNIT: "wrote",
+        EXPORTER: "wrote",
+        TARGET: "wrote",
+        MANIFEST: "wrote",
+    }
     assert exec_lines(config) == [
         f"ExecStart={commands}/weightcached serve %i",
         f"ExecReload={commands}/weightcachectl reload %i",
@@ -62,10 +68,17 @@ def test_second_install_changes_nothing(config: Path, commands: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in config.rglob("*") if path.is_file()}
 
 
-def test_install_from_another_environment_updates_the_unit_only(config: Path, commands: Path, tmp_path: Path) -> None:
+def test_install_from_another_environment_updates_the_services_only(
+    config: Path, commands: Path, tmp_path: Path
+) -> None:
     install(bin_dir=commands)
     other = make_bin(tmp_path / "other")
-    assert actions(install(bin_dir=other), config) == {UNIT: "updated", TARGET: "unchanged", MANIFEST: "unchanged"}
+    assert actions(install(bin_dir=other), config) == {
+        UNIT: "updated",
+        EXPORTER: "updated",
+        TARGET: "unchanged",
+        MANIFEST: "unchanged",
+    }
     assert exec_lines(config)[0] == f"ExecStart={other}/weightcached serve %i"
 
 
@@ -76,8 +89,13 @@ def test_edited_files_are_kept_by_install_and_uninstall(config: Path, commands: 
             file.write("# mine\n")
     kept = {name: (config / name).read_bytes() for name in (UNIT, MANIFEST)}
     other = make_bin(tmp_path / "other")
-    assert actions(install(bin_dir=other), config) == {UNIT: "kept", TARGET: "unchanged", MANIFEST: "kept"}
-    assert actions(uninstall(), config) == {UNIT: "kept", TARGET: "removed", MANIFEST: "kept"}
+    assert actions(install(bin_dir=other), config) == {
+        UNIT: "kept",
+        EXPORTER: "updated",
+        TARGET: "unchanged",
+        MANIFEST: "kept",
+    }
+    assert actions(uninstall(), config) == {UNIT: "kept", EXPORTER: "removed", TARGET: "removed", MANIFEST: "kept"}
     assert {name: (config / name).read_bytes() for name in (UNIT, MANIFEST)} == kept
 
 
@@ -100,8 +118,13 @@ def test_older_versions_example_is_never_overwritten_but_removed(config: Path, c
 
 def test_uninstall_removes_what_install_wrote(config: Path, commands: Path) -> None:
     install(bin_dir=commands)
-    assert actions(uninstall(), config) == {UNIT: "removed", TARGET: "removed", MANIFEST: "removed"}
-    assert actions(uninstall(), config) == {UNIT: "absent", TARGET: "absent", MANIFEST: "absent"}
+    assert actions(uninstall(), config) == {
+        UNIT: "removed",
+        EXPORTER: "removed",
+        TARGET: "removed",
+        MANIFEST: "removed",
+    }
+    assert actions(uninstall(), config) == {UNIT: "absent", EXPORTER: "absent", TARGET: "absent", MANIFEST: "absent"}
 
 
 def test_uninstall_removes_what_enabled_the_units(config: Path, commands: Path) -> None:
@@ -113,6 +136,7 @@ def test_uninstall_removes_what_enabled_the_units(config: Path, commands: Path) 
     (wants / "weightcached-file.service").touch()
     assert actions(uninstall(), config) == {
         UNIT: "removed",
+        EXPORTER: "removed",
         TARGET: "removed",
         MANIFEST: "removed",
         "systemd/user/weightcached.target.wants/weightcached@cpu0.service": "removed",
@@ -202,6 +226,7 @@ def test_commands_say_what_was_done_and_what_comes_next(
     assert (written.exit_code, written.stderr) == (0, "")
     assert written.stdout.replace(str(config), "CONFIG") == (
         "wrote CONFIG/systemd/user/weightcached@.service\n"
+        "wrote CONFIG/systemd/user/weightcached-exporter.service\n"
         "wrote CONFIG/systemd/user/weightcached.target\n"
         "wrote CONFIG/weightcached/manifest.yaml\n"
         "no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'\n"
@@ -218,6 +243,7 @@ def test_commands_say_what_was_done_and_what_comes_next(
     assert (removed.exit_code, removed.stderr) == (0, "")
     assert removed.stdout.replace(str(config), "CONFIG") == (
         "removed CONFIG/systemd/user/weightcached@.service\n"
+        "removed CONFIG/systemd/user/weightcached-exporter.service\n"
         "removed CONFIG/systemd/user/weightcached.target\n"
         "kept CONFIG/weightcached/manifest.yaml, which is not as 'install' wrote it\n"
     )

@@ -249,8 +249,8 @@ FAULTS = {
     ),
     "all_with_layout": (
         model(devices="all", engine="{model: CKPT, tensor_parallel_size: 2}"),
-        "M:4: models[0].devices: all gives each device a copy of its own, tensor_parallel_size 2 needs a list of 2 "
-        "devices in rank order",
+        "M:4: models[0].devices: all gives each device a copy of its own, tensor_parallel_size 2 needs 2: list "
+        "them in rank order",
     ),
     "all_among_others": (
         model(devices="[cpu0, all]", engine="{model: CKPT, tensor_parallel_size: 2}"),

@@ -48,8 +48,8 @@ def verify(tmp_path: Path, *units: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("instance", [GPU, GPU.replace("GPU", "MIG"), "cpu0", "cpu999"])
 def test_systemd_finds_nothing_to_complain_about(installed: Path, tmp_path: Path, instance: str) -> None:
-    service, target = (installed / name for name in UNITS)
-    seen = verify(tmp_path, service.with_name(f"weightcached@{instance}.service"), service, target)
+    service, *others = (installed / name for name in UNITS)
+    seen = verify(tmp_path, service.with_name(f"weightcached@{instance}.service"), service, *others)
     assert (seen.returncode, seen.stdout, seen.stderr) == (0, "", "")
 
 
@@ -100,6 +100,13 @@ def test_nothing_is_set_that_needs_a_user_namespace_or_breaks_the_loader() -> No
         "MemoryDenyWriteExecute", "RestrictNamespaces", "ReadWritePaths", "ProtectKernelTunables", "DevicePolicy",
     }  # fmt: skip
     assert not forbidden & service.keys()
+
+
+def test_exporter_is_the_command_on_loopback_and_comes_with_the_target() -> None:
+    exporter = settings("weightcached-exporter.service")
+    assert exporter["Service"]["ExecStart"] == "/usr/bin/weightcached exporter"
+    assert (exporter["Service"]["Type"], exporter["Service"]["Restart"]) == ("notify", "on-failure")
+    assert exporter["Unit"]["PartOf"] == exporter["Install"]["WantedBy"] == "weightcached.target"
 
 
 def test_target_groups_all_instances() -> None:

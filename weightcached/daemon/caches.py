@@ -46,6 +46,7 @@ class Generation:
         self.segment_nbytes = [segment.nbytes for segment in index.segments]
         self.tensors = len(index.tensors)
         self.load_seconds = index.load.seconds
+        self.load_phases = index.load.phases
         self.index_digest = index_digest
         self.source: Source = source
         self.full_digest = index.key.checkpoint.full

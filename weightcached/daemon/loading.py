@@ -72,6 +72,7 @@ class LoadRequest(NamedTuple):
     spec_digest: str
     engine: dict[str, Any]
     rank: int
+    dp_rank: int
     rendezvous: str
     identity: Literal["full", "sampled"]
     python: str | None

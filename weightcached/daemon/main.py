@@ -25,6 +25,7 @@ from weightcached import __version__
 from weightcached.daemon import fdstore
 from weightcached.daemon.caches import Caches, Generation
 from weightcached.daemon.children import make_full_digest
+from weightcached.daemon.counters import Tally
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
@@ -169,6 +170,7 @@ class Daemon:
         self.pid = os.getpid()
         self.caches = Caches()
         self.leases = Leases()
+        self.tally = Tally(adoptions=len(adopted))
         self.matcher = Matcher(self.caches, self.device, make_full_digest)
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
         self.reconciler = Reconciler(
@@ -289,6 +291,7 @@ class Daemon:
             manifest=self.reconciler.manifest,
             manifest_error=self.reconciler.manifest_error,
             software=__version__,
+            counters=self.tally.counters(self.caches, digest_failures=self.matcher.digest_failures),
         )
 
     def _summary(self) -> str:

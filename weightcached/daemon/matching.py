@@ -56,6 +56,7 @@ class Matcher:
         self._device = device
         self._digest_child = digest_child
         self._digests: dict[Generation, asyncio.Task[str]] = {}
+        self.digest_failures = 0
 
     async def match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
         """The generation that `key` matches, or the message that says why there is none (yet).
@@ -147,6 +148,7 @@ class Matcher:
             if await asyncio.to_thread(changed_files, identity):
                 raise CheckpointError(CHANGED)
         except WeightcachedError as e:
+            self.digest_failures += 1
             log.error("digest failed cache=%s generation=%d error=%s", generation.cache, generation.number, e)
             return str(e)
         else:

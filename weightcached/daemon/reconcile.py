@@ -59,11 +59,12 @@ def wanted_caches(manifest: Manifest, device: str) -> list[Wanted]:
     return [
         Wanted(f"{spec.name}/{role}", role, spec, spec.digest(device))
         for spec in manifest.on(device)
-        for role in _roles(spec)
+        for role in roles(spec)
     ]
 
 
-def _roles(spec: ModelSpec) -> tuple[Role, ...]:
+def roles(spec: ModelSpec) -> tuple[Role, ...]:
+    """The caches of a model on each of its devices."""
     # Methods like ngram speculate without a second model.
     speculative = spec.engine.get("speculative_config")
     has_draft = isinstance(speculative, dict) and speculative.get("model") and speculative.get("method") != "ngram"
@@ -216,6 +217,7 @@ class Reconciler:
         return await self._loader(self._request(cache, want), on_progress=on_progress, on_key=on_key).run()
 
     def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
+        placement = want.spec.placement_of(self._device)
         return LoadRequest(
             device=self._device,
             cache=cache.name,
@@ -223,7 +225,8 @@ class Reconciler:
             generation=cache.next_number,
             spec_digest=want.spec_digest,
             engine=want.spec.engine,
-            rank=want.spec.rank_of(self._device),
+            rank=placement.rank,
+            dp_rank=placement.dp_rank,
             rendezvous=want.spec.rendezvous,
             identity=want.spec.identity,
             python=want.spec.python,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Awaitable
 from typing import Protocol
 
 from weightcached import __version__
 from weightcached.daemon import packets
 from weightcached.daemon.caches import Cache, Caches, Generation
+from weightcached.daemon.counters import Tally
 from weightcached.daemon.leases import Lease, Leases
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher, loading
@@ -35,6 +37,7 @@ from weightcached.wire.messages import (
     Loading,
     Memory,
     Message,
+    NeedDigest,
     Progress,
     Ready,
     Refused,
@@ -73,6 +76,7 @@ class Service(Protocol):
     caches: Caches
     leases: Leases
     matcher: Matcher
+    tally: Tally
     reconciler: Reconciler
 
     def status(self) -> StatusReply: ...
@@ -182,13 +186,17 @@ class Session:
         changed = self._service.caches.changed
         while True:
             event = changed.next()
+            began_s = time.monotonic()
             answer = await self._service.matcher.match(request.key, sampled=request.identity == "sampled")
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
                 self._lease(answer)
                 await self._hand_out(answer)
+                self._service.tally.attached(answer.cache, time.monotonic() - began_s)
                 return
             await self._send(answer)
+            if not isinstance(answer, Loading | NeedDigest):
+                self._service.tally.refused(answer)
             if not (request.wait and isinstance(answer, Loading)):
                 log.info("attach refused pid=%d answer=%s", self._peer.pid, type(answer).__name__)
                 return

@@ -40,9 +40,24 @@ def create_vllm_config(job: LoaderJob) -> Any:
     try:
         # `mp`, since vLLM would otherwise count the GPUs that this process sees: one, whatever the world's size.
         defaults = {"skip_tokenizer_init": True, "distributed_executor_backend": "mp"}
-        return EngineArgs(**(defaults | job.engine)).create_engine_config()
+        config = EngineArgs(**(defaults | job.engine)).create_engine_config()
     except (ValueError, TypeError, OSError) as e:
         raise ManifestError(f"{job.cache}: vLLM refuses the engine arguments: {' '.join(str(e).split())}") from e
+    become_replica(config, job.dp_rank)
+    return config
+
+
+def become_replica(vllm_config: Any, dp_rank: int) -> None:
+    """Make the configuration that of one data parallel replica, as the engine does when it starts its cores."""
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return
+    parallel.data_parallel_index = dp_rank
+    if vllm_config.model_config.is_moe:
+        parallel.data_parallel_rank = dp_rank
+    else:
+        # Replicas of a dense model know nothing of each other.
+        parallel.reconfigure_for_independent_dp_rank()
 
 
 def model_config_of(vllm_config: Any, role: str) -> Any:

@@ -246,8 +246,25 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None = None
 
 
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemon counted since it started, for metrics.
+
+    attaches and attach_seconds are by cache: generations handed out, and the seconds from the request, or from the end
+    of the load that it waited for, to the last descriptor. mismatches are by field of the key, refusals by the kind of
+    the final answer that was not Ready. phase_seconds are of the generations served, by cache and phase.
+    """
+
+    attaches: dict[Name, Count] = {}
+    attach_seconds: dict[Name, float] = {}
+    mismatches: dict[Name, Count] = {}
+    refusals: dict[Name, Count] = {}
+    adoptions: Count = 0
+    digest_failures: Count = 0
+    phase_seconds: dict[Name, dict[Name, float]] = {}
+
+
 class StatusReply(Message, frozen=True):
-    """The daemon's whole state. `since` is in seconds since the epoch."""
+    """The daemon's whole state. `since` is in seconds since the epoch. A daemon of an older version has no counters."""
 
     device: Name
     pid: Count
@@ -257,6 +274,7 @@ class StatusReply(Message, frozen=True):
     manifest: Text = ""
     manifest_error: Text = ""
     software: Text = ""
+    counters: Counters | None = None
 
 
 # ---- loader child to daemon (over the socketpair)

@@ -1,0 +1,272 @@
+"""`weightcached exporter` over real HTTP, with real daemons; its metrics are read by Prometheus's own parser."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fakes.checkpoints import key_of
+from tests.fakes.client import Client
+from tests.fakes.daemon import BOUND_S, ROOT, DaemonProcess, ManagerSocket, environment, model, write_manifest
+from tests.process.test_preload import Launcher as PreloadLauncher
+from tests.process.test_preload import launch
+from weightcached.wire.messages import Attach, Mismatch
+
+Launcher = Callable[..., DaemonProcess]
+ALARM_S = 2.0
+
+__all__ = ["launch"]
+
+
+class Exporter:
+    """The command in its own process, on a free port."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self.manager = ManagerSocket(f"@weightcached-exporter-{os.getpid()}-{time.monotonic_ns()}")
+        self.log_path = directory / "exporter.log"
+        command = [sys.executable, "-m", "weightcached", "exporter", "--port", "0"]
+        command += ["--manifest", str(directory / "manifest.yaml"), "--socket-dir", str(directory / "run"), *arguments]
+        with open(self.log_path, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stderr=log, cwd=ROOT, env=environment(NOTIFY_SOCKET=self.manager.address)
+            )
+        assert self.manager.wait_for("READY=1", ended=lambda: self.process.poll() is not None), (
+            self.log_path.read_text()
+        )
+        listens = re.search(r"exporter listens address=(\S+) port=(\d+)", self.log_path.read_text())
+        assert listens
+        self.address, self.port = listens[1], int(listens[2])
+
+    def get(self, path: str) -> tuple[int, str]:
+        return get(self.port, path)
+
+    def samples(self) -> dict[tuple[str, ...], float]:
+        """Every sample by (name, label values…), labels in the order of their names."""
+        status, text = self.get("/metrics")
+        assert status == 200
+        return {
+            (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def until(self, status: int) -> tuple[float, str]:
+        """Wait for this answer of /health. Returns the seconds that it took, and the text."""
+        began_s = time.monotonic()
+        while True:
+            seen, text = self.get("/health")
+            took_s = time.monotonic() - began_s
+            if seen == status:
+                return took_s, text
+            assert took_s < BOUND_S, text
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.manager.close()
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=BOUND_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as e:
+        with e:
+            return e.code, e.read().decode()
+
+
+@pytest.fixture
+def exporter(short_tmp: Path) -> Iterator[Callable[..., Exporter]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(*arguments: str) -> Exporter:
+            made = Exporter(short_tmp, *arguments)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def test_health_is_lost_within_two_seconds_of_a_daemons_death_and_comes_back(
+    daemon: DaemonProcess, exporter: Callable[..., Exporter]
+) -> None:
+    node = exporter()
+    assert node.get("/health") == (200, "ready: 1 cache\n")
+    assert node.address == "127.0.0.1"
+    daemon.signal(signal.SIGKILL)
+    took_s, text = node.until(503)
+    assert took_s < ALARM_S
+    assert text.startswith("cpu0 tiny/target: ")
+    daemon.wait()
+    daemon.start()
+    took_s, _ = node.until(200)
+    assert took_s < ALARM_S
+
+
+def test_health_of_a_daemon_that_hangs_is_lost_within_two_seconds(
+    daemon: DaemonProcess, exporter: Callable[..., Exporter]
+) -> None:
+    node = exporter()
+    node.until(200)
+    daemon.signal(signal.SIGSTOP)
+    try:
+        took_s, _ = node.until(503)
+    finally:
+        daemon.signal(signal.SIGCONT)
+    assert took_s < ALARM_S
+    node.until(200)
+
+
+def test_health_names_each_cache_that_is_not_ready_and_why(
+    make_daemon: Launcher, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    bad = model("bad", checkpoint, x_fault="refuse-in-packing")
+    daemon = make_daemon([model("good", checkpoint), bad, model("elsewhere", checkpoint, "cpu1")]).start()
+    (error,) = [cache.error for cache in daemon.status().caches if cache.name == "bad/target"]
+    socket_path = daemon.runtime / "cpu1.sock"
+    assert exporter().get("/health") == (
+        503,
+        f"cpu0 bad/target: failed: {error}\n"
+        f"cpu1 elsewhere/target: no weightcached daemon listens on {socket_path}: "
+        "systemctl --user start weightcached@cpu1.service\n",
+    )
+
+
+def test_health_follows_the_manifest(
+    daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    node = exporter()
+    write_manifest(daemon.manifest, [model("tiny", checkpoint), model("new", checkpoint)])
+    assert node.get("/health") == (
+        503,
+        "cpu0 new/target: the daemon does not know it: weightcachectl reload\n",
+    )
+    daemon.manifest.write_text("version: 2\n")
+    status, text = node.get("/health")
+    assert status == 503
+    assert "expected 1, the only manifest version" in text
+
+
+def test_all_stands_for_every_device_with_a_daemon(
+    make_daemon: Launcher, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    everywhere = {**model("tiny", checkpoint), "devices": "all"}
+    daemon = make_daemon([everywhere])
+    node = exporter()
+    assert node.get("/health") == (503, "no daemon runs here, and the manifest names no device\n")
+    daemon.start()
+    assert node.get("/health") == (200, "ready: 1 cache\n")
+
+
+def test_metrics_count_what_was_done(
+    daemon: DaemonProcess, checkpoint: Path, short_tmp: Path, exporter: Callable[..., Exporter]
+) -> None:
+    node = exporter()
+    key = key_of({"model": str(checkpoint)})
+    other = key_of({"model": str(checkpoint), "dtype": "float16", "tensor_parallel_size": 2})
+    with daemon.client() as engine, daemon.client() as stranger:
+        engine.attach(key).close()
+        for _ in range(3):
+            assert isinstance(stranger.ask(Attach(key=other)), Mismatch)
+        samples = node.samples()
+    tiny = ("cpu0", "tiny", "target")
+    assert samples["weightcached_up", "cpu0"] == 1
+    assert samples["weightcached_cache_bytes", "cpu0", "1", "tiny", "target"] == 3 << 20
+    assert samples["weightcached_leases", *tiny] == 1
+    assert samples["weightcached_cache_state", "cpu0", "tiny", "target", "ready"] == 1
+    assert samples["weightcached_cache_state", "cpu0", "tiny", "target", "failed"] == 0
+    assert samples["weightcached_attach_seconds_count", *tiny] == 1
+    assert 0 < samples["weightcached_attach_seconds_sum", *tiny] < BOUND_S
+    assert samples["weightcached_load_seconds", "cpu0", "tiny", "weights", "target"] == 1.5
+    assert samples["weightcached_mismatches_total", "cpu0", "dtype"] == 3
+    assert samples["weightcached_mismatches_total", "cpu0", "tp_size"] == 3
+    assert samples["weightcached_attach_refusals_total", "Mismatch", "cpu0"] == 3
+    assert samples["weightcached_adoptions_total", "cpu0"] == 0
+    assert samples["weightcached_digest_failures_total", "cpu0"] == 0
+    assert samples["weightcached_daemon_restarts_total", "cpu0"] == 0
+
+
+def test_metrics_count_restarts_adoptions_and_daemons_that_are_gone(
+    launch: PreloadLauncher, checkpoint: Path, short_tmp: Path, exporter: Callable[..., Exporter]
+) -> None:
+    preload = launch("--model", str(checkpoint)).start()
+    write_manifest(short_tmp / "manifest.yaml", [model("checkpoint", checkpoint)])
+    node = exporter()
+    node.until(200)
+    os.kill(preload.pid("cpu0"), signal.SIGKILL)
+    node.until(503)
+    node.until(200)
+    samples = node.samples()
+    assert samples["weightcached_daemon_restarts_total", "cpu0"] == 1
+    assert samples["weightcached_adoptions_total", "cpu0"] == 1
+    assert preload.stop() == 0
+    assert node.samples()["weightcached_up", "cpu0"] == 0
+
+
+def test_preloads_health_port_is_the_exporter(launch: PreloadLauncher, checkpoint: Path, gate: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    preload = launch("--model", str(checkpoint), "--weight-cache-health-port", str(port), "--x-gate", str(gate))
+    preload.loads()
+    deadline_s = time.monotonic() + BOUND_S
+    while True:
+        with contextlib.suppress(urllib.error.URLError):
+            assert get(port, "/health")[0] == 503, "not before the rank serves"
+            break
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    gate.write_bytes(b"")
+    preload.start()
+    assert get(port, "/health") == (200, "ready: 1 cache\n")
+    assert "weightcached_up" in get(port, "/metrics")[1]
+    assert preload.stop() == 0
+
+
+def test_preload_with_a_port_in_use_ends_with_the_exporters_status(launch: PreloadLauncher, checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        preload = launch("--model", str(checkpoint), "--weight-cache-health-port", str(port))
+        assert preload.wait() == 1
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in preload.log
+
+
+def test_exporter_ends_in_order_and_knows_two_paths(daemon: DaemonProcess, exporter: Callable[..., Exporter]) -> None:
+    node = exporter()
+    assert node.get("/") == (404, "there are /health and /metrics\n")
+    node.process.send_signal(signal.SIGTERM)
+    assert node.process.wait(BOUND_S) == 0
+
+
+def test_dashboard_asks_only_for_metrics_that_exist(
+    daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    node = exporter()
+    with daemon.client() as engine:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+    with Client.welcome(daemon.socket) as stranger:
+        stranger.ask(Attach(key=key_of({"model": str(checkpoint), "dtype": "float16"})))
+    known = {name for name, *_ in node.samples()}
+    dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(expressions) >= 10
+    asked = {name for expression in expressions for name in re.findall(r"weightcached_\w+", expression)}
+    assert asked == known - {"weightcached_attach_seconds_created"}

@@ -1,0 +1,96 @@
+"""`weightcachectl plan`: ranks and sizes of real checkpoints, before anything loads."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from weightcached.ctl import main
+
+MIB = 1 << 20
+
+
+def checkpoint(path: Path, **tensors: int) -> Path:
+    """A safetensors checkpoint of uint8 tensors with these sizes; values are holes."""
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    header: dict[str, Any] = {}
+    end = 0
+    for name, nbytes in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    raw = json.dumps(header).encode()
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
+    return path
+
+
+@pytest.fixture
+def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dense model on two devices, and one with experts and a draft on four, two of them shared."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    dense = checkpoint(tmp_path / "dense", **{"model.w": 8 * MIB})
+    moe = checkpoint(tmp_path / "moe", **{"model.w": 4 * MIB, "model.layers.0.experts.3.w1": 32 * MIB})
+    experts = {
+        "model": str(moe), "tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True,
+    }  # fmt: skip
+    models = [
+        {"name": "dense", "devices": ["cpu0", "cpu1"], "engine": {"model": str(dense), "pipeline_parallel_size": 2}},
+        {"name": "moe", "devices": ["cpu1", "cpu2", "cpu3", "cpu4"], "engine": experts},
+    ]
+    path = tmp_path / "weightcached/manifest.yaml"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"version": 1, "models": models}))
+    return path
+
+
+def test_table_has_every_rank_with_its_size_and_the_sum_of_a_shared_device(manifest: Path) -> None:
+    result = CliRunner().invoke(main, ["plan"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [line.split() for line in result.stdout.splitlines()] == [
+        ["MODEL", "ROLE", "DEVICE", "RANK", "DP", "PP", "TP", "EP", "SIZE"],
+        ["dense", "target", "cpu0", "0", "0", "0", "0", "0", "about", "4.0", "MiB"],
+        ["dense", "target", "cpu1", "1", "0", "1", "0", "0", "about", "4.0", "MiB"],
+        ["moe", "target", "cpu1", "0", "0", "0", "0", "0", "about", "10.0", "MiB"],
+        ["moe", "target", "cpu2", "1", "0", "0", "1", "1", "about", "10.0", "MiB"],
+        ["moe", "target", "cpu3", "2", "1", "0", "0", "2", "about", "10.0", "MiB"],
+        ["moe", "target", "cpu4", "3", "1", "0", "1", "3", "about", "10.0", "MiB"],
+        ["cpu1:", "about", "14.0", "MiB", "in", "2", "models"],
+    ]
+
+
+def test_json_has_the_same(manifest: Path) -> None:
+    ranks = json.loads(CliRunner().invoke(main, ["plan", "--json"]).stdout)["ranks"]
+    assert ranks[-1] == {
+        "model": "moe", "role": "target", "device": "cpu4", "local": 3, "global_rank": 3, "dp_rank": 1, "pp_rank": 0,
+        "tp_rank": 1, "ep_rank": 3, "rank": 1, "about_bytes": 10 * MIB,
+    }  # fmt: skip
+
+
+def test_draft_and_model_on_all_are_shown_and_a_missing_checkpoint_is_no_fault(manifest: Path, tmp_path: Path) -> None:
+    (tmp_path / "dense/model.safetensors").unlink()
+    engine = {"model": str(tmp_path / "dense"), "speculative_config": {"method": "eagle", "model": "org/draft"}}
+    manifest.write_text(json.dumps({"version": 1, "models": [{"name": "m", "devices": "all", "engine": engine}]}))
+    result = CliRunner().invoke(main, ["plan"])
+    assert result.exit_code == 0
+    assert result.stderr.startswith("weightcachectl: m: no size: ")
+    assert [line.split() for line in result.stdout.splitlines()[1:]] == [
+        ["m", "target", "all", "0", "0", "0", "0", "0", "unknown"],
+        ["m", "draft", "all", "0", "0", "0", "0", "0", "unknown"],
+    ]
+
+
+def test_wrong_layout_is_refused_with_line_and_key(manifest: Path, tmp_path: Path) -> None:
+    engine = {"model": str(tmp_path / "dense"), "tensor_parallel_size": 3, "nnodes": 2}
+    manifest.write_text(json.dumps({"version": 1, "models": [{"name": "m", "devices": ["cpu0"], "engine": engine}]}))
+    result = CliRunner().invoke(main, ["plan"])
+    assert result.exit_code == 78
+    assert result.stderr == (
+        f"weightcachectl: {manifest}:1: models[0].engine.nnodes: nnodes 2 does not divide the 3 ranks of this model\n"
+    )

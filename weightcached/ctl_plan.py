@@ -1,0 +1,115 @@
+"""`weightcachectl plan`: which rank of which model each device would serve, and about how large it is.
+
+Sizes are estimated from the headers of the checkpoint, before anything is loaded: quantization while loading, padding
+and replicated layers make them differ from what a load ends with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from weightcached.checkpoint import open_recorded
+from weightcached.ctl_status import bytes_text, columns
+from weightcached.daemon.reconcile import roles
+from weightcached.errors import CheckpointError
+from weightcached.headers import read_header
+from weightcached.identity import record_checkpoint
+from weightcached.manifest import ALL, Manifest, ModelSpec
+from weightcached.placement import Layout, Placement, layout_of, place
+
+_HEAD = ("MODEL", "ROLE", "DEVICE", "RANK", "DP", "PP", "TP", "EP", "SIZE")
+_EXPERT = re.compile(r"\.experts\.")
+
+
+class Row(NamedTuple):
+    """One rank. `device` is "all" where each device has a copy; nbytes is None where it cannot be estimated."""
+
+    model: str
+    role: str
+    device: str
+    placement: Placement
+    nbytes: int | None
+
+
+def rows_of(manifest: Manifest) -> tuple[list[Row], list[str]]:
+    """All ranks in manifest order, and what could not be found out."""
+    problems: list[str] = []
+    return [row for spec in manifest.models for row in _rows(spec, problems)], problems
+
+
+def _rows(spec: ModelSpec, problems: list[str]) -> Iterator[Row]:
+    layout = layout_of(spec.engine)
+    nbytes = _estimate(spec, layout, problems)
+    placed = [(ALL, layout.place(0))] if spec.devices == [ALL] else place(spec.engine, spec.devices)
+    for device, placement in placed:
+        yield Row(spec.name, "target", device, placement, nbytes)
+        if len(roles(spec)) > 1:
+            # How much of it is the target's own checkpoint differs by method.
+            yield Row(spec.name, "draft", device, placement, None)
+
+
+def _estimate(spec: ModelSpec, layout: Layout, problems: list[str]) -> int | None:
+    """Bytes of one rank: experts are split over all ranks of a pipeline stage, all else over its tensor ranks."""
+    try:
+        rest, experts = _checkpoint_bytes(spec.engine)
+    except CheckpointError as e:
+        problems.append(f"{spec.name}: no size: {e}")
+        return None
+    return (rest // layout.tp_size + experts // (layout.tp_size * layout.dp_size)) // layout.pp_size
+
+
+def _checkpoint_bytes(engine: dict[str, Any]) -> tuple[int, int]:
+    """(bytes of all tensors but experts, bytes of experts). Raises CheckpointError."""
+    identity = record_checkpoint(
+        engine["model"],
+        revision=engine.get("revision"),
+        download_dir=engine.get("download_dir"),
+        load_format=engine.get("load_format", "auto"),
+    )
+    rest = experts = 0
+    for file in identity.files:
+        path = f"{identity.root}/{file.name}"
+        if not file.name.endswith(".safetensors"):
+            rest += file.size
+            continue
+        with open_recorded(path, file.stat) as fd:
+            for tensor in read_header(fd, path, file.size).tensors:
+                nbytes = tensor.end - tensor.begin
+                if _EXPERT.search(tensor.name):
+                    experts += nbytes
+                else:
+                    rest += nbytes
+    return rest, experts
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """The document that `plan --json` prints."""
+    return {
+        "ranks": [
+            {"model": r.model, "role": r.role, "device": r.device, **r.placement._asdict(), "about_bytes": r.nbytes}
+            for r in rows
+        ]
+    }
+
+
+def as_table(rows: Sequence[Row]) -> list[str]:
+    """Lines of a table with one row per rank, and one for each device with several."""
+    table: list[tuple[str, ...]] = [_HEAD]
+    for row in rows:
+        p = row.placement
+        ranks = (p.global_rank, p.dp_rank, p.pp_rank, p.tp_rank, p.ep_rank)
+        table.append((row.model, row.role, row.device, *map(str, ranks), _about(row.nbytes)))
+    return columns(table) + list(_sums(rows))
+
+
+def _sums(rows: Sequence[Row]) -> Iterator[str]:
+    for device in dict.fromkeys(row.device for row in rows):
+        sizes = [row.nbytes for row in rows if row.device == device]
+        if len(sizes) > 1 and None not in sizes:
+            yield f"{device}: {_about(sum(size for size in sizes if size is not None))} in {len(sizes)} models"
+
+
+def _about(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else f"about {bytes_text(nbytes)}"

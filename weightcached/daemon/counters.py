@@ -1,0 +1,48 @@
+"""What the daemon counts for metrics: attaches, refusals and why. Starts at zero with every daemon."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from weightcached.daemon.caches import Caches
+from weightcached.wire.messages import Counters, Message, Mismatch
+
+# Field names hold names of the engine's environment variables, so a peer could invent them without end.
+MAX_FIELDS = 100
+OTHER = "other"
+
+
+class Tally:
+    """Counts, as sessions report them."""
+
+    def __init__(self, *, adoptions: int) -> None:
+        self._adoptions = adoptions
+        self._attaches: Counter[str] = Counter()
+        self._attach_seconds: dict[str, float] = {}
+        self._mismatches: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
+
+    def attached(self, cache: str, seconds: float) -> None:
+        """A generation of `cache` was handed out."""
+        self._attaches[cache] += 1
+        self._attach_seconds[cache] = self._attach_seconds.get(cache, 0.0) + seconds
+
+    def refused(self, answer: Message) -> None:
+        """An engine got a final answer that is no generation."""
+        self._refusals[type(answer).__name__] += 1
+        if isinstance(answer, Mismatch):
+            for field in answer.fields:
+                known = field.field in self._mismatches or len(self._mismatches) < MAX_FIELDS
+                self._mismatches[field.field if known else OTHER] += 1
+
+    def counters(self, caches: Caches, *, digest_failures: int) -> Counters:
+        """All counts, with the load times of what is served."""
+        return Counters(
+            attaches=dict(self._attaches),
+            attach_seconds=dict(self._attach_seconds),
+            mismatches=dict(self._mismatches),
+            refusals=dict(self._refusals),
+            adoptions=self._adoptions,
+            digest_failures=digest_failures,
+            phase_seconds={cache.name: cache.generation.load_phases for cache in caches if cache.generation},
+        )

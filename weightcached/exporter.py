@@ -1,0 +1,97 @@
+"""`weightcached exporter`: /health and /metrics over HTTP. What they say comes from health.py and metrics.py."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import sdnotify
+
+from weightcached.errors import WeightcachedError
+from weightcached.health import Node
+
+log = logging.getLogger(__name__)
+
+# A client that does not say what it wants within this time is dropped.
+_REQUEST_TIMEOUT_S = 10.0
+_TEXT = "text/plain; charset=utf-8"
+
+
+class ExporterError(WeightcachedError):
+    """The endpoint cannot listen there. The operator chooses another address or port."""
+
+    code = "exporter"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _REQUEST_TIMEOUT_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/health":
+            self._health()
+        elif path == "/metrics":
+            self._metrics()
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "there are /health and /metrics\n")
+
+    def _health(self) -> None:
+        health = self.server.node.health()
+        if health.faults:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "".join(f"{line}\n" for line in health.faults))
+        else:
+            self._answer(HTTPStatus.OK, f"ready: {health.ready} cache{'s' if health.ready != 1 else ''}\n")
+
+    def _metrics(self) -> None:
+        try:
+            from weightcached.metrics import CONTENT_TYPE, text_of
+        except ImportError:
+            self._answer(HTTPStatus.NOT_IMPLEMENTED, "install prometheus_client: pip install weightcached[exporter]\n")
+            return
+        self._answer(HTTPStatus.OK, text_of(self.server.node), CONTENT_TYPE)
+
+    def _answer(self, status: HTTPStatus, text: str, content_type: str = _TEXT) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A probe every few seconds is no news."""
+        log.debug(format, *args)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, node: Node, host: str, port: int) -> None:
+        self.node = node
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+
+def serve_http(node: Node, *, host: str, port: int) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status; raises ExporterError. For a program's main thread."""
+    # Blocked before there is a thread that could take them.
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        server = _Server(node, host, port)
+    except OSError as e:
+        raise ExporterError(f"cannot listen on {host} port {port}: {e.strerror or e}; choose another --port") from e
+    with server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        log.info("exporter listens address=%s port=%d", *server.server_address[:2])
+        sdnotify.SystemdNotifier().notify("READY=1")
+        signal.sigwait(signals)
+        server.shutdown()
+        thread.join()
+    return 0

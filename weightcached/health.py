@@ -1,0 +1,129 @@
+"""Whether this node's daemons serve what the manifest wants: asked anew each time, so an answer is never old.
+
+Knows nothing of HTTP, and keeps one thing between two questions: which daemon answered last, to notice restarts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from weightcached import __version__
+from weightcached.daemon.reconcile import wanted_caches
+from weightcached.errors import ProtocolError, WeightcachedError
+from weightcached.manifest import ALL, Manifest, load_manifest
+from weightcached.paths import manifest_path, runtime_dir, socket_path
+from weightcached.wire.client import Connection, error_of
+from weightcached.wire.messages import CacheStatus, Refused, Status, StatusReply
+
+# A daemon answers within milliseconds; one that does not is worth an alarm within 2 s.
+ANSWER_TIMEOUT_S = 1.0
+_MAX_PARALLEL = 32
+
+
+class Health(NamedTuple):
+    """`faults` has one line for each cache that is not ready, and for what cannot be told; empty means healthy."""
+
+    ready: int
+    faults: list[str]
+
+
+class Node:
+    """The daemons of this user on this machine. Safe to use from several threads."""
+
+    def __init__(self, manifest: Path | None = None, socket_dir: Path | None = None) -> None:
+        self._manifest = manifest
+        self._socket_dir = socket_dir
+        self._lock = threading.Lock()
+        self._pids: dict[str, int] = {}
+        # By device: how often another process answered than the time before.
+        self.restarts: Counter[str] = Counter()
+
+    def health(self) -> Health:
+        """Ask every daemon that the manifest needs. Raises nothing: what cannot be told is a fault."""
+        try:
+            manifest = load_manifest(manifest_path(self._manifest))
+            sockets = self._devices_with_socket()
+        except WeightcachedError as e:
+            return Health(0, [str(e)])
+        devices = _devices(manifest, sockets)
+        if not devices:
+            return Health(0, ["no daemon runs here, and the manifest names no device"])
+        replies = self.ask(devices)
+        faults: list[str] = []
+        ready = 0
+        for device in devices:
+            found = list(_faults(manifest, device, replies[device]))
+            ready += len(wanted_caches(manifest, device)) - len(found)
+            faults += found
+        return Health(max(ready, 0), faults)
+
+    def ask(self, devices: list[str]) -> dict[str, StatusReply | WeightcachedError]:
+        """What each daemon says, all asked at the same time."""
+        if not devices:
+            return {}
+        with ThreadPoolExecutor(min(len(devices), _MAX_PARALLEL)) as pool:
+            replies = dict(zip(devices, pool.map(self._ask, devices), strict=True))
+        with self._lock:
+            for device, reply in replies.items():
+                if isinstance(reply, StatusReply):
+                    self.restarts[device] += self._pids.get(device, reply.pid) != reply.pid
+                    self._pids[device] = reply.pid
+        return replies
+
+    def known_devices(self) -> list[str]:
+        """Devices with a socket, and those that the manifest names. Never raises."""
+        try:
+            sockets = self._devices_with_socket()
+        except WeightcachedError:
+            sockets = []
+        try:
+            return _devices(load_manifest(manifest_path(self._manifest)), sockets)
+        except WeightcachedError:
+            return sockets
+
+    def _devices_with_socket(self) -> list[str]:
+        return sorted(path.stem for path in (self._socket_dir or runtime_dir()).glob("*.sock"))
+
+    def _ask(self, device: str) -> StatusReply | WeightcachedError:
+        try:
+            path = socket_path(device, self._socket_dir)
+            software = f"weightcached exporter {__version__}"
+            with Connection.connect(path, timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=software) as connection:
+                reply = connection.request(Status(), ANSWER_TIMEOUT_S)
+        except WeightcachedError as e:
+            return e
+        if isinstance(reply, StatusReply):
+            return reply
+        if isinstance(reply, Refused):
+            return error_of(reply)
+        return ProtocolError(f"the daemon of {device} answered Status with {type(reply).__name__}")
+
+
+def _devices(manifest: Manifest, sockets: list[str]) -> list[str]:
+    """Where caches are wanted: `all` stands for every device that has a daemon."""
+    named = [device for model in manifest.models for device in model.devices if device != ALL]
+    everywhere = sockets if any(model.devices == [ALL] for model in manifest.models) else []
+    return list(dict.fromkeys([*named, *everywhere]))
+
+
+def _faults(manifest: Manifest, device: str, reply: StatusReply | WeightcachedError) -> Iterator[str]:
+    """One line for each wanted cache that is not ready."""
+    caches = {} if isinstance(reply, WeightcachedError) else {cache.name: cache for cache in reply.caches}
+    for want in wanted_caches(manifest, device):
+        reason = str(reply) if isinstance(reply, WeightcachedError) else _fault(caches.get(want.name))
+        if reason:
+            yield f"{device} {want.name}: {' '.join(reason.split())}"
+
+
+def _fault(cache: CacheStatus | None) -> str:
+    if cache is None:
+        return "the daemon does not know it: weightcachectl reload"
+    if cache.state == "ready":
+        return ""
+    detail = cache.error or (f"{cache.phase} {cache.done_bytes} of {cache.total_bytes} bytes" if cache.phase else "")
+    return f"{cache.state}: {detail}" if detail else cache.state

@@ -1,0 +1,118 @@
+"""The daemons' state and counters as Prometheus metrics. Needs prometheus_client; imported for /metrics only.
+
+Fallbacks are decided in the engines, which have metrics of their own; what daemons know of them is which answers that
+were no generation they gave, by kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+
+from weightcached.health import Node
+from weightcached.wire.messages import CacheStatus, Counters, StatusReply
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+_STATES = ("loading", "ready", "failed", "released")
+
+
+def text_of(node: Node) -> str:
+    """Everything in Prometheus's text format; the daemons are asked now."""
+    registry = CollectorRegistry()
+    registry.register(_NodeCollector(node))
+    return generate_latest(registry).decode()
+
+
+class _NodeCollector(Collector):
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry would else collect once only to learn the names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        replies = self._node.ask(self._node.known_devices())
+        answered = {device: reply for device, reply in replies.items() if isinstance(reply, StatusReply)}
+        up = GaugeMetricFamily("weightcached_up", "Whether the device's daemon answers.", labels=["device"])
+        for device in replies:
+            up.add_metric([device], float(device in answered))
+        yield up
+        restarts = CounterMetricFamily(
+            "weightcached_daemon_restarts", "Changes of the daemon's process seen by the exporter.", labels=["device"]
+        )
+        for device, count in self._node.restarts.items():
+            restarts.add_metric([device], count)
+        yield restarts
+        yield from _caches(answered)
+        yield from _counters({d: reply.counters for d, reply in answered.items() if reply.counters is not None})
+
+
+def _labels(device: str, cache: str) -> list[str]:
+    """device, model, role."""
+    model, _, role = cache.rpartition("/")
+    return [device, model, role]
+
+
+def _caches(replies: dict[str, StatusReply]) -> Iterator[Metric]:
+    names = ["device", "model", "role"]
+    nbytes = GaugeMetricFamily(
+        "weightcached_cache_bytes", "Device memory of the served generation.", labels=[*names, "generation"]
+    )
+    leases = GaugeMetricFamily("weightcached_leases", "Engines that hold the cache.", labels=names)
+    state = GaugeMetricFamily("weightcached_cache_state", "1 for the cache's state.", labels=[*names, "state"])
+    for device, reply in replies.items():
+        for cache in reply.caches:
+            labels = _labels(device, cache.name)
+            if cache.generation:
+                nbytes.add_metric([*labels, str(cache.generation)], cache.bytes)
+            leases.add_metric(labels, len(cache.engines))
+            for name in _STATES:
+                state.add_metric([*labels, name], _is(cache, name))
+    yield from (nbytes, leases, state)
+
+
+def _is(cache: CacheStatus, state: str) -> float:
+    return float(cache.state == state)
+
+
+def _counters(counters: dict[str, Counters]) -> Iterator[Metric]:
+    names = ["device", "model", "role"]
+    attaches = SummaryMetricFamily(
+        "weightcached_attach_seconds", "Time to hand out a generation, waiting for a load apart.", labels=names
+    )
+    phases = GaugeMetricFamily(
+        "weightcached_load_seconds", "Time of the served generation's load.", labels=[*names, "phase"]
+    )
+    by_label = {
+        "mismatches": CounterMetricFamily(
+            "weightcached_mismatches", "Attaches refused for a field of the key.", labels=["device", "field"]
+        ),
+        "refusals": CounterMetricFamily(
+            "weightcached_attach_refusals", "Attaches answered without a generation.", labels=["device", "answer"]
+        ),
+    }
+    plain = {
+        "adoptions": CounterMetricFamily(
+            "weightcached_adoptions", "Generations taken back from the descriptor store.", labels=["device"]
+        ),
+        "digest_failures": CounterMetricFamily(
+            "weightcached_digest_failures", "Checkpoint digests that could not be made.", labels=["device"]
+        ),
+    }
+    for device, counted in counters.items():
+        for cache, count in counted.attaches.items():
+            attaches.add_metric(_labels(device, cache), count, counted.attach_seconds.get(cache, 0.0))
+        for cache, seconds in counted.phase_seconds.items():
+            for phase, value in seconds.items():
+                phases.add_metric([*_labels(device, cache), phase], value)
+        for name, family in by_label.items():
+            for label, count in getattr(counted, name).items():
+                family.add_metric([device, label], count)
+        for name, family in plain.items():
+            family.add_metric([device], getattr(counted, name))
+    yield from (attaches, phases, *by_label.values(), *plain.values())

@@ -1,0 +1,333 @@
+"""`weightcached preload`: the daemons of one model without systemd, one child for each device of this node.
+
+The engine arguments go through vLLM's own parser, in a child; this process stays free of torch. It stands in for the
+service manager (standin.py): a daemon that dies later is started again and takes its descriptors back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from weightcached.daemon.children import signal_name
+from weightcached.devices import list_gpus, visible_gpus
+from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_USAGE, DeviceError, WeightcachedError
+from weightcached.manifest import OWN_LOAD_FORMATS
+from weightcached.paths import create_runtime_dir, runtime_dir, socket_path
+from weightcached.placement import layout_of, needs
+from weightcached.spawn import Process, spawn
+from weightcached.standin import StandIn
+from weightcached.wire.fds import OwnedFd
+
+log = logging.getLogger(__name__)
+
+# As the unit has it: a daemon takes 30 s at most to end, and ten deaths in half an hour are no accident.
+STOP_TIMEOUT_S = 30.0
+MAX_DEATHS = 10
+DEATHS_WINDOW_S = 1800.0
+RESTART_S = 0.2
+_NOT_FOR_CHILDREN = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID", "NOTIFY_SOCKET")
+_DEFAULT_MASTER_PORT = 29501
+
+
+class PreloadError(WeightcachedError):
+    """The command line cannot be carried out. The user changes it."""
+
+    code = "preload"
+    exit_status = EXIT_USAGE
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line gives; `arguments` are vLLM's. The two commands are there for tests."""
+
+    arguments: Sequence[str]
+    socket_dir: Path | None = None
+    master_port: int | None = None
+    draft_master_port: int | None = None
+    health_port: int | None = None
+    health_host: str = "127.0.0.1"
+    loader_command: str | None = None
+    parser_command: Sequence[str] | None = None
+
+
+def run(options: Options) -> int:
+    """Serve until told to stop. Returns the exit status; raises WeightcachedError before anything was started."""
+    return asyncio.run(_run(options))
+
+
+async def _run(options: Options) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    parsed = await _engine_arguments(options, stop)
+    if parsed.engine is None:
+        return 0 if stop.is_set() else parsed.status
+    engine = _checked(parsed.engine, options)
+    devices = local_devices(engine, os.environ)
+    directory = options.socket_dir.absolute() if options.socket_dir else runtime_dir()
+    create_runtime_dir(directory)
+    with _private_dir(directory) as private:
+        manifest = private / "manifest.yaml"
+        # JSON is YAML.
+        manifest.write_bytes(msgspec.json.encode({"version": 1, "models": [_entry(engine, devices)]}))
+        return await Command(options, _entry(engine, devices)["name"], devices, directory, private).run(stop)
+
+
+# ---- what to serve, and where
+
+
+class _Parsed(NamedTuple):
+    engine: dict[str, Any] | None
+    status: int
+
+
+async def _engine_arguments(options: Options, stop: asyncio.Event) -> _Parsed:
+    """Have vLLM parse its arguments. It prints its own errors, and its help."""
+    command = [*(options.parser_command or (sys.executable, "-m", "weightcached.loader.arguments")), *options.arguments]
+    # Its information lines would hide the one line that matters here.
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", **_environment()}
+    with OwnedFd(os.memfd_create("weightcached-arguments", os.MFD_CLOEXEC)) as answer:
+        child = spawn(command, env=env, stdout=answer.fileno())
+        status = await _ended(child, stop)
+        data = os.pread(answer.fileno(), os.fstat(answer.fileno()).st_size, 0)
+    if stop.is_set() or status != 0:
+        return _Parsed(None, _exit_status(status))
+    try:
+        return _Parsed(msgspec.json.decode(data, type=dict[str, Any]), 0)
+    except msgspec.DecodeError:
+        # --help, which vLLM answers itself.
+        sys.stdout.buffer.write(data)
+        return _Parsed(None, 0)
+
+
+async def _ended(child: Process, stop: asyncio.Event) -> int:
+    """The exit status of `child`, which is killed when it is time to stop."""
+    waiting, stopping = asyncio.create_task(child.wait()), asyncio.create_task(stop.wait())
+    await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not waiting.done():
+        child.signal(signal.SIGKILL)
+    return await waiting
+
+
+def _checked(engine: dict[str, Any], options: Options) -> dict[str, Any]:
+    """The arguments as a manifest can hold them. Raises PreloadError, PlacementError."""
+    if not engine.get("model"):
+        raise PreloadError("--model is missing: expected a Hub id or the directory of a checkpoint")
+    if engine.get("load_format") in OWN_LOAD_FORMATS:
+        raise PreloadError(
+            f"--load-format {engine['load_format']} would attach to the cache that this command fills: "
+            "leave it out here and give it to 'vllm serve'"
+        )
+    _check_ports(engine, options)
+    layout_of(engine)
+    found = dict(engine)
+    found["model"] = _absolute(engine["model"])
+    speculative = engine.get("speculative_config")
+    if isinstance(speculative, dict) and isinstance(speculative.get("model"), str):
+        found["speculative_config"] = {**speculative, "model": _absolute(speculative["model"])}
+    return found
+
+
+def _check_ports(engine: dict[str, Any], options: Options) -> None:
+    """Ports are for groups, ranks load alone; but what could not work in a group is told now."""
+    master, draft = options.master_port, options.draft_master_port
+    if master is not None and master == draft:
+        raise PreloadError(f"--weight-cache-draft-master-port {draft} is the target's port too: choose another")
+    engine_port = engine.get("master_port", _DEFAULT_MASTER_PORT)
+    for option, port in (("--weight-cache-master-port", master), ("--weight-cache-draft-master-port", draft)):
+        if port is not None and port == engine_port:
+            raise PreloadError(f"{option} {port} is the engine's --master-port too: choose another")
+
+
+def _absolute(model: str) -> str:
+    return os.path.abspath(model) if os.path.isdir(model) else model
+
+
+def local_devices(engine: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
+    """The devices of this node's ranks, in local-rank order. Raises DeviceError where there are too few.
+
+    On a machine with GPUs those that CUDA_VISIBLE_DEVICES shows, in its order; else slots of host memory.
+    """
+    count = layout_of(engine).local_ranks
+    gpus = list_gpus()
+    if not gpus or environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return [f"cpu{number}" for number in range(count)]
+    visible = visible_gpus(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    if len(visible) < count:
+        raise DeviceError(f"{needs(engine)}, {len(visible)} GPUs are visible: {', '.join(visible)}")
+    return visible[:count]
+
+
+def _entry(engine: dict[str, Any], devices: list[str]) -> dict[str, Any]:
+    return {"name": _name(engine["model"]), "devices": devices, "engine": engine}
+
+
+def _name(model: str) -> str:
+    """A name for the manifest: the last part of a path or Hub id."""
+    last = model.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", last)[:100] or "model"
+
+
+@contextlib.contextmanager
+def _private_dir(directory: Path) -> Iterator[Path]:
+    """A directory for what this command alone needs; one that a killed command left behind is removed."""
+    for old in directory.glob("preload-*"):
+        with contextlib.suppress(OSError), _flocked(old):
+            shutil.rmtree(old)
+    path = Path(tempfile.mkdtemp(prefix="preload-", dir=directory))
+    with _flocked(path):
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _flocked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+# ---- the children
+
+
+class Member:
+    """One child that is kept running, and its stand-in manager."""
+
+    def __init__(self, name: str, command: Sequence[str], stand_in: StandIn) -> None:
+        self.name = name
+        self.stand_in = stand_in
+        self._command = command
+        self._process: Process | None = None
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+
+    async def keep(self, all_ready: asyncio.Event) -> int:
+        """Keep it running. Returns the exit status of a death in start-up, or of one too many."""
+        while True:
+            self._process = spawn(
+                self._command,
+                env=_environment() | {"NOTIFY_SOCKET": self.stand_in.address},
+                listen=self.stand_in.kept,
+            )
+            status = await self._process.wait()
+            # What it said last counts: a descriptor that it stored is one that its successor adopts.
+            self.stand_in.drain()
+            log.error("%s ended pid=%d status=%s", self.name, self._process.pid, _described(status))
+            if not all_ready.is_set() or status == EXIT_CONFIG or self._dies_too_often():
+                return status
+            await asyncio.sleep(RESTART_S)
+            log.warning("%s is started again, with %d descriptors", self.name, len(self.stand_in.kept))
+
+    def _dies_too_often(self) -> bool:
+        self._deaths.append(time.monotonic())
+        return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S
+
+    async def stop(self) -> None:
+        """End it, and free what was kept for it. keep() must have been cancelled."""
+        if self._process is not None:
+            self._process.signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._process.wait()
+            except TimeoutError:
+                log.error("%s does not end, killing it pid=%d", self.name, self._process.pid)
+                self._process.signal(signal.SIGKILL)
+                await self._process.wait()
+        self.stand_in.close()
+
+
+class Command:
+    """All children of one command, from the first start to the last end."""
+
+    def __init__(self, options: Options, model: str, devices: list[str], directory: Path, private: Path) -> None:
+        self._model = model
+        self._devices = devices
+        self._directory = directory
+        self._sockets = [socket_path(device, directory) for device in devices]
+        common = ["--manifest", str(private / "manifest.yaml"), "--socket-dir", str(directory)]
+        loader = ["--loader-command", options.loader_command] if options.loader_command else []
+        self._members = [
+            Member(
+                f"daemon of {device}",
+                [sys.executable, "-m", "weightcached", "serve", device, *common, *loader],
+                StandIn(private / str(number)),
+            )
+            for number, device in enumerate(devices)
+        ]
+        if options.health_port is not None:
+            address = ["--host", options.health_host, "--port", str(options.health_port)]
+            command = [sys.executable, "-m", "weightcached", "exporter", *common, *address]
+            self._members.append(Member("health endpoint", command, StandIn(private / "health")))
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serve until `stop` or until a child is beyond help. Returns the exit status."""
+        all_ready = asyncio.Event()
+        keeping = [asyncio.create_task(member.keep(all_ready)) for member in self._members]
+        stopping = asyncio.create_task(stop.wait())
+        ready = asyncio.create_task(self._all_ready())
+        try:
+            await asyncio.wait({stopping, ready, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and not any(task.done() for task in keeping):
+                all_ready.set()
+                self._say_ready()
+                await asyncio.wait({stopping, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+            ended = [task.result() for task in keeping if task.done()]
+            return 0 if stop.is_set() else _exit_status(ended[0])
+        finally:
+            for task in (*keeping, stopping, ready):
+                task.cancel()
+            await asyncio.gather(*keeping, stopping, ready, return_exceptions=True)
+            await asyncio.gather(*(member.stop() for member in self._members))
+            self._remove_sockets()
+
+    async def _all_ready(self) -> None:
+        for member in self._members:
+            await member.stand_in.ready.wait()
+
+    def _say_ready(self) -> None:
+        ranks = f"{len(self._devices)} rank{'s' if len(self._devices) > 1 else ''}"
+        click.echo(f"READY {self._model}: {ranks} on {', '.join(self._devices)}, sockets in {self._directory}")
+
+    def _remove_sockets(self) -> None:
+        """Remove what a daemon that was killed could not; a daemon of somebody else holds its lock."""
+        for path in self._sockets:
+            with contextlib.suppress(OSError), open(path.with_suffix(".lock"), "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN}
+
+
+def _exit_status(status: int) -> int:
+    """What a shell would make of a child's end; never success."""
+    return 128 - status if status < 0 else status or EXIT_FAILURE
+
+
+def _described(status: int) -> str:
+    return signal_name(-status) if status < 0 else str(status)
