@@ -6,6 +6,7 @@ A new vLLM release is mended here, in key.py and in weightcached/loader/rank.py.
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from unittest import mock
 
 import torch
 from torch import nn
+
+from weightcached.errors import UnsupportedQuantForIPCError
 
 
 def stage_of_platform() -> str:
@@ -132,19 +135,30 @@ def _hooks_left_out(model: nn.Module) -> Iterator[None]:
 
     What such a hook would have done is bound and restored from the index instead, and proven like everything else.
     """
-    left_out = []
-    for module in model.modules():
+    replaced = {_SUPPORTS: True, "process_weights_after_loading": _nothing}
+    left_out: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is None or getattr(method, "supports_pre_processed_weights", True) or method in left_out:
+        if method is None or getattr(method, _SUPPORTS, True):
             continue
-        left_out.append(method)
-        vars(method)["process_weights_after_loading"] = _nothing
-        vars(method)["supports_pre_processed_weights"] = True
+        if isinstance(inspect.getattr_static(type(method), _SUPPORTS, None), property):
+            raise UnsupportedQuantForIPCError(
+                f"{name or '<root>'}: {type(method).__name__} does not run on processed weights, and says so in a way "
+                "that cannot be answered; load this model from disk"
+            )
+        attributes = vars(method)
+        left_out.append((attributes, {key: attributes[key] for key in replaced if key in attributes}))
+        attributes.update(replaced)
     try:
         yield
     finally:
-        for method in left_out:
-            del vars(method)["process_weights_after_loading"], vars(method)["supports_pre_processed_weights"]
+        for attributes, before in left_out:
+            for key in replaced:
+                del attributes[key]
+            attributes.update(before)
+
+
+_SUPPORTS = "supports_pre_processed_weights"
 
 
 def _nothing(layer: nn.Module) -> None:

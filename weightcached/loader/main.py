@@ -23,7 +23,7 @@ import msgspec
 from weightcached import __version__
 from weightcached import index as index_format
 from weightcached.devices import holders
-from weightcached.errors import EXIT_CONFIG, OutOfDeviceMemoryError, WeightcachedError
+from weightcached.errors import EXIT_CONFIG, LoadError, OutOfDeviceMemoryError, WeightcachedError
 from weightcached.job import LoaderJob, decode_job
 from weightcached.segments.api import Backend, open_backend
 from weightcached.wire.fds import OwnedFd, close_all, sealed_memfd
@@ -163,7 +163,7 @@ def _check_checkpoint(job: LoaderJob) -> None:
 def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any) -> None:
     from weightcache_loader import attach, engine
     from weightcache_loader.key import build_key
-    from weightcached.identity import with_sample
+    from weightcached.identity import changed_files, with_sample
     from weightcached.loader import pack, proof, rank
 
     key = build_key(vllm_config, model_config, role=job.role)
@@ -187,6 +187,11 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
     daemon.phase("weights", total)
     counter = Counter(daemon, total)
     model = rank.load_for_stage(vllm_config, model_config, stage, counter)
+    if changed := changed_files(key.checkpoint):
+        raise LoadError(
+            f"{job.cache}: {changed[0]} in {key.checkpoint.root} changed while it was loaded: "
+            "wait until it is complete, then 'weightcachectl reload'"
+        )
     loaded = proof.snapshot(model)
     daemon.phase("packing")
     records, sources = pack.describe(model)
