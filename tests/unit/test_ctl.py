@@ -236,8 +236,13 @@ def watching(runtime: Path) -> Iterator[tuple[list[Any], subprocess.Popen[str]]]
     told: list[Any] = [[cache(state="loading")]]
     with StubDaemon(runtime / "cpu0.sock", lambda request: [status("cpu0", *told[-1])]):
         command = ctl("status", "--watch", "--json")
+        # A shell's background job has SIGINT ignored, and its children with it: this one is to be interrupted.
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process:
             yield told, process
             process.kill()
