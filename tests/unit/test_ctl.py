@@ -237,12 +237,14 @@ def watching(runtime: Path) -> Iterator[tuple[list[Any], subprocess.Popen[str]]]
     with StubDaemon(runtime / "cpu0.sock", lambda request: [status("cpu0", *told[-1])]):
         command = ctl("status", "--watch", "--json")
         # A shell's background job has SIGINT ignored, and its children with it: this one is to be interrupted.
+        reset = (
+            "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+        )
         with subprocess.Popen(
-            command,
+            [sys.executable, "-c", reset, *command],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process:
             yield told, process
             process.kill()
