@@ -122,18 +122,26 @@ class Binder:
         self._bound: dict[str, torch.Tensor] = {}
 
     def attach(self, run_hooks: Callable[[], None]) -> None:
-        """Bind all tensors, run the post-processing hooks, bind what the hooks replaced, set values, check.
+        """Bind all tensors, set values, check; run the post-processing hooks where the stage has them.
 
+        On `processed` weights the hooks come first after binding, and what they replaced is bound once more. On
+        `loaded` ones they come last: what they make of the weights is the engine's own.
         Raises IndexFormatError or UnsupportedQuantForIPCError naming the path; the model is unusable then.
         """
-        self._bind_all(may_be_absent=True)
-        run_hooks()
+        if self._index.stage == "processed":
+            self._bind_all(may_be_absent=True)
+            run_hooks()
         self._bind_all(may_be_absent=False)
+        self._set_values()
+        self._remove_leftovers()
+        if self._index.stage == "loaded":
+            run_hooks()
+
+    def _set_values(self) -> None:
         # Values first: a parameter that is None keeps its place in the module's registry that way.
         for plan in self._index.modules:
             for path, raw in plan.values.items():
                 self._set_value(path, raw)
-        self._remove_leftovers()
 
     def _bind_all(self, *, may_be_absent: bool) -> None:
         for record in self._index.tensors:
