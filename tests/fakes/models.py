@@ -42,7 +42,7 @@ def an_index(
         "role": "target",
         "generation": 1,
         "spec_digest": "spec",
-        "stage": "loaded",
+        "stage": "processed",
         "skeleton": skeleton,
         "key": WeightCacheKey(checkpoint=CheckpointIdentity(root="/models/tiny")),
         "segments": [SegmentRecord(4096, private=False)] if segments is None else segments,

@@ -191,6 +191,17 @@ def test_tensor_that_hooks_move_is_bound_again(packed: Packed) -> None:
     assert packed.prove(hook) == packed.index
 
 
+def test_what_hooks_make_of_loaded_weights_stays(packed: Packed) -> None:
+    made = torch.full((3,), 5.0)
+
+    def hook(model: Any) -> None:
+        assert not model.layer.weight.is_meta, "the hook sees the loaded weights"
+        model.layer.weight = nn.Parameter(made, requires_grad=False)
+
+    loaded = packed.but(index=msgspec.structs.replace(packed.index, stage="loaded"))
+    assert torch.equal(loaded.attach(hook).layer.weight, made)
+
+
 def test_hang_on_nothing_is_named(packed: Packed) -> None:
     lost = with_record(packed, "layer.plain", names=["layer.kernel.inner.plain"])
     assert error(lost)[1] == (
