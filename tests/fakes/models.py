@@ -42,7 +42,7 @@ def an_index(
         "role": "target",
         "generation": 1,
         "spec_digest": "spec",
-        "stage": "processed",
+        "stage": "loaded",
         "skeleton": skeleton,
         "key": WeightCacheKey(checkpoint=CheckpointIdentity(root="/models/tiny")),
         "segments": [SegmentRecord(4096, private=False)] if segments is None else segments,
@@ -71,7 +71,11 @@ class Packed:
         records, sources = pack.describe(model)
         packed = pack.pack(records, sources, HostBackend(), lambda done, total: None)
         index = an_index(
-            packed.tensors, segments=packed.segments, storages=packed.storages, skeleton=skeleton_of(on_meta(build))
+            packed.tensors,
+            segments=packed.segments,
+            storages=packed.storages,
+            skeleton=skeleton_of(on_meta(build)),
+            stage="processed",
         )
         return cls(loaded, index_format.decode(index_format.encode(index)), packed.fds, build)
 
