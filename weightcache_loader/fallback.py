@@ -64,7 +64,7 @@ def held_bytes(socket: Path) -> dict[str, int]:
 
 
 def needed_bytes(vllm_config: Any, model_config: Any, load_format: str) -> int:
-    """A lower bound of what this rank loads: its share of the checkpoint, a quarter of it if quantized online.
+    """least_bytes() of the checkpoint that a load from disk would read.
 
     Raises CheckpointError where the checkpoint cannot be found.
     """
@@ -74,7 +74,12 @@ def needed_bytes(vllm_config: Any, model_config: Any, load_format: str) -> int:
         download_dir=vllm_config.load_config.download_dir,
         load_format=load_format,
     )
-    share = sum(file.size for file in recorded.files) // max(1, int(vllm_config.parallel_config.world_size))
+    return least_bytes(sum(file.size for file in recorded.files), vllm_config, model_config)
+
+
+def least_bytes(checkpoint_bytes: int, vllm_config: Any, model_config: Any) -> int:
+    """A lower bound of what one rank holds: its share of the checkpoint, a quarter of it if quantized online."""
+    share = checkpoint_bytes // max(1, int(vllm_config.parallel_config.world_size))
     return share // 4 if model_config.quantization else share
 
 

@@ -245,9 +245,9 @@ class Counter:
 
 def _check_memory(job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any) -> None:
     """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who holds the memory."""
-    # A lower bound: what a rank holds is at least about its share of the checkpoint, quantized online to a quarter.
-    share = checkpoint_bytes // max(1, vllm_config.parallel_config.world_size)
-    needed = share // 4 if vllm_config.model_config.quantization else share
+    from weightcache_loader.fallback import least_bytes
+
+    needed = least_bytes(checkpoint_bytes, vllm_config, vllm_config.model_config)
     free, total = backend.free_bytes()
     if needed <= free:
         return
