@@ -98,10 +98,11 @@ def rss_of_tree(pid: int) -> int:
 @click.option("--utilization", default=0.5, show_default=True, help="gpu_memory_utilization of every engine.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write all figures there.")
 @click.option("--quick", is_flag=True, help="Do not kill the peer and wait for its second load.")
+@click.option("--warm-up/--no-warm-up", default=True, show_default=True, help="Start one engine first, unmeasured.")
 @click.option("--skip-peer", is_flag=True, help="Leave vLLM's preload out.")
 def main(
     size: str, model: str | None, work: Path, runs: int, disk_runs: int, utilization: float, json_path: Path | None,
-    quick: bool, skip_peer: bool,
+    quick: bool, warm_up: bool, skip_peer: bool,
 ) -> None:  # fmt: skip
     """Measure loads from disk, from vLLM's preload and from weightcached."""
     if not harness.manager_answers():
@@ -114,6 +115,9 @@ def main(
             write_checkpoint(Path(model), config, shards=8, device="cuda")
     bench = Bench(model, work, utilization)
     bench.warm_page_cache()
+    if warm_up:
+        # What vLLM keeps from a first start, compiled kernels and what it learnt of the model, is there for all three.
+        bench.start("warm-up", "auto").close()
     results: dict[str, Any] = {"machine": machine(), "model": model, "utilization": utilization}
     phases: dict[str, Callable[[], dict[str, Any]]] = {
         "weightcached": lambda: bench.weightcached(runs),
@@ -166,13 +170,18 @@ class Bench:
 
     def measure(self, name: str, runs: int, started: harness.Engine, load_format: str, **engine: Any) -> dict[str, Any]:
         """Figures of the engine that runs, and of `runs` - 1 more in the same process."""
-        figures: dict[str, Any] = {"load_s": [], "load_minus_build_s": [], "kv_blocks": started.first["kv_blocks"]}
+        figures: dict[str, Any] = {
+            "load_s": [], "load_minus_build_s": [], "worker_load_s": [], "worker_load_minus_build_s": [],
+            "kv_blocks": started.first["kv_blocks"],
+        }  # fmt: skip
         for run in range(runs):
             if run:
                 started.renew(load_format, self.engine | engine)
                 self._tokens[f"{name}-{run}"] = started.first["tokens"]
             figures["load_s"].append(started.load_seconds)
             figures["load_minus_build_s"].append(started.load_seconds - started.build_seconds)
+            figures["worker_load_s"].append(started.worker_seconds)
+            figures["worker_load_minus_build_s"].append(started.worker_seconds - started.build_seconds)
             figures["loader"] = started.first["loads"][-1]["loader"]
         return figures
 
@@ -314,6 +323,10 @@ def print_table(results: dict[str, Any]) -> None:
         ("load phase, median of the runs, s", lambda r: statistics.median(r["load_s"])),
         ("load phase, slowest run, s", lambda r: max(r["load_s"])),
         ("load phase minus meta build, median, s", lambda r: statistics.median(r["load_minus_build_s"])),
+        ("load_model() of the worker, median, s", lambda r: statistics.median(r["worker_load_s"])),
+        ("load_model() of the worker, slowest run, s", lambda r: max(r["worker_load_s"])),
+        ("the same minus meta build, median, s", lambda r: statistics.median(r["worker_load_minus_build_s"])),
+        ("the same minus meta build, slowest run, s", lambda r: max(r["worker_load_minus_build_s"])),
         ("process start to first tokens, s", lambda r: r["first_token_s"]),
         ("KV blocks", lambda r: r["kv_blocks"]),
         ("daemon start to ready, s", lambda r: r["ready_s"]),

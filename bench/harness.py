@@ -186,6 +186,11 @@ class Engine:
     def build_seconds(self) -> float:
         return max(float(load["build_seconds"]) for load in self.first["loads"])
 
+    @property
+    def worker_seconds(self) -> float:
+        """The worker's whole load_model(), as vLLM's own log line "Model loading took" has it; 0 where not measured."""
+        return max(float(load.get("worker_seconds", 0.0)) for load in self.first["loads"])
+
     def again(self) -> Any:
         """Tokens of one more round of the same prompts."""
         self._ask("")

@@ -71,6 +71,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         decision = self._decide(vllm_config, self._model_config(vllm_config))
         if decision.attachment is None:
             return 0
+        engine.freeze_heap()
         return sum(s.nbytes for s in decision.attachment.tensor_index.segments if not s.private)
 
     def download_model(self, model_config: Any) -> None:

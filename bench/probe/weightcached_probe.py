@@ -2,7 +2,8 @@
 
 With this directory on PYTHONPATH and WEIGHTCACHED_PROBE naming a file, every process of an engine appends one JSON
 line for each load phase: the wall time of load_model() and of the question for external memory before it (a loader
-may do its work there), and the time that building the model (initialize_model) took inside.
+may do its work there), the time that building the model (initialize_model) took inside, and the wall time of the
+worker's whole load_model(), in which vLLM also collects garbage and prepares the model's use.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Any
 _build_seconds = 0.0
 _query_seconds = 0.0
 _depth = 0
+# A record waits here until the worker's load_model() is through as well.
+_record: dict[str, Any] | None = None
+_in_worker = False
 
 
 def register() -> None:
@@ -34,6 +38,7 @@ def register() -> None:
     @functools.wraps(init)
     def probing_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
+        _time_workers(path)
         self.load_model = _timed_load(self.load_model, path, type(self))
         self.get_external_weight_memory = _timed_query(self.get_external_weight_memory)
 
@@ -72,9 +77,39 @@ def _timed_query(query: Callable[..., Any]) -> Callable[..., Any]:
     return timed
 
 
+def _time_workers(path: str) -> None:
+    # Not at registration: the module is large, and an engine imports it when it is needed.
+    worker = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
+    if worker is None or getattr(worker.load_model, "_weightcached_probe", False):
+        return
+    load = worker.load_model
+
+    @functools.wraps(load)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        global _in_worker
+        _in_worker = True
+        began = time.perf_counter()
+        try:
+            return load(*args, **kwargs)
+        finally:
+            _in_worker = False
+            _write(path, worker_seconds=time.perf_counter() - began)
+
+    timed._weightcached_probe = True  # type: ignore[attr-defined]
+    worker.load_model = timed
+
+
+def _write(path: str, **more: float) -> None:
+    global _record
+    if _record is not None:
+        with open(path, "a", encoding="utf-8") as out:
+            out.write(json.dumps(_record | more) + "\n")
+    _record = None
+
+
 def _timed_load(load: Callable[..., Any], path: str, loader: type) -> Callable[..., Any]:
     def timed(*args: Any, **kwargs: Any) -> Any:
-        global _build_seconds, _query_seconds, _depth
+        global _build_seconds, _query_seconds, _depth, _record
         if _depth == 0:
             _build_seconds = 0.0
         _depth += 1
@@ -86,7 +121,7 @@ def _timed_load(load: Callable[..., Any], path: str, loader: type) -> Callable[.
             _depth -= 1
         # A loader that falls back calls another one inside; only the outermost is the engine's load phase.
         if _depth == 0:
-            record = {
+            _record = {
                 "loader": f"{loader.__module__}.{loader.__qualname__}",
                 "load_seconds": _query_seconds + time.perf_counter() - began,
                 "query_seconds": _query_seconds,
@@ -94,8 +129,8 @@ def _timed_load(load: Callable[..., Any], path: str, loader: type) -> Callable[.
                 "pid": os.getpid(),
             }
             _query_seconds = 0.0
-            with open(path, "a", encoding="utf-8") as out:
-                out.write(json.dumps(record) + "\n")
+            if not _in_worker:
+                _write(path)
         return model
 
     return timed

@@ -6,6 +6,8 @@ Reads one JSON command per line on standard input and answers with one line that
     {"again": true}                                              decode once more with the engine that is kept
     {"call": "name"}                                             run one of CALLS on the engine that is kept
     {"close": true}                                              end it
+
+The command's "number" comes back with the answer.
 """
 
 from __future__ import annotations
@@ -139,7 +141,9 @@ def main() -> None:
     os.dup2(2, 1)
     host = Host()
     for line in sys.stdin:
-        out.write(f"ANSWER {json.dumps(host.answer(json.loads(line)))}\n")
+        command = json.loads(line)
+        answer = host.answer(command) | {"number": command["number"]}
+        out.write(f"ANSWER {json.dumps(answer)}\n")
         out.flush()
     # Not through the interpreter's shutdown: vLLM's threads take their time there.
     os._exit(0)
