@@ -46,6 +46,12 @@ def main() -> None:
     help="Directory of the socket and the lock; made with mode 0700 if it is missing.",
 )
 @click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", help="The least that is logged.")
+@click.option(
+    "--loaders-ahead",
+    type=click.IntRange(min=0),
+    show_default="one for every 4 cores, at most 3",
+    help="How many models that wait to be loaded import vLLM meanwhile, each in 1 to 2 GB of host memory.",
+)
 # For tests and for emergencies; the defaults are part of what the unit's timeouts assume.
 @click.option("--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader.")
 @click.option(
@@ -58,6 +64,7 @@ def serve(
     manifest: Path | None,
     socket_dir: Path | None,
     log_level: str,
+    loaders_ahead: int | None,
     loader_command: str | None,
     stall_timeout: float,
     idle_timeout: float,
@@ -76,6 +83,7 @@ def serve(
                 device=device,
                 manifest=manifest.absolute() if manifest else None,
                 socket_dir=socket_dir.absolute() if socket_dir else None,
+                loaders_ahead=loaders_ahead,
                 loader_command=shlex.split(loader_command) if loader_command else None,
                 stall_timeout_s=stall_timeout,
                 idle_timeout_s=idle_timeout,

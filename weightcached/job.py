@@ -1,7 +1,8 @@
 """What the daemon asks of a loader child: one JSON document on its standard input.
 
 The child also inherits one end of a SOCK_SEQPACKET socketpair, whose number is `socket_fd`; over it go
-LoaderProgress, LoaderKey, LoaderIndex, Descriptors and LoaderFailed (wire/messages.py).
+LoaderProgress, LoaderKey, LoaderIndex, Descriptors and LoaderFailed (wire/messages.py). The daemon sends one packet:
+a child that `waits` touches neither device nor weights before it has come.
 """
 
 from __future__ import annotations
@@ -10,9 +11,15 @@ from typing import Any, Literal
 
 import msgspec
 
+# What the daemon sends to a child that waits.
+YOUR_TURN = b"your turn"
+
 
 class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cache to load. `rank` counts within the data parallel replica `dp_rank`, pipeline before tensor ranks."""
+    """One cache to load. `rank` counts within the data parallel replica `dp_rank`, pipeline before tensor ranks.
+
+    `waits`: another load has the device; this child imports and configures meanwhile, and waits for its turn.
+    """
 
     device: str
     cache: str
@@ -26,6 +33,7 @@ class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     identity: Literal["full", "sampled"] = "full"
     boot_id: str
     socket_fd: int
+    waits: bool = False
 
 
 def encode_job(job: LoaderJob) -> bytes:

@@ -28,7 +28,7 @@ from tests.fakes import pauses
 from tests.fakes.checkpoints import WEIGHTS, key_of
 from weightcached import index as index_format
 from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
-from weightcached.job import LoaderJob, decode_job
+from weightcached.job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.segments.layout import ALIGN_BYTES, align_up
 from weightcached.wire.fds import OwnedFd, sealed_memfd
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
@@ -74,6 +74,10 @@ class Child:
         print(f"loading {self.job.cache} generation {self.job.generation}", file=sys.stderr, flush=True)
         self.at("at-start")
         self.phase("configuring")
+        if self.job.waits:
+            self.phase("waiting")
+            self.at("while-waiting")
+            assert self.sock.recv(64) == YOUR_TURN
         self.gate("x_gate_before_key")
         self.at("before-key")
         self.send(LoaderKey(key=key_of(self.job.engine, role=self.job.role, rank=self.job.rank)))

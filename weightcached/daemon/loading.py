@@ -7,12 +7,13 @@ does, run() returns a complete and checked delivery or raises LoadFailedError, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from weightcached.daemon.children import Child, signal_name
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError, LoadError, ProtocolError
 from weightcached.index import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.job import LoaderJob, encode_job
+from weightcached.job import YOUR_TURN, LoaderJob, encode_job
 from weightcached.key import WeightCacheKey
 from weightcached.paths import is_host_device
 from weightcached.wire.fds import OwnedFd, close_all, is_sealed, read_sealed
@@ -78,10 +79,10 @@ class LoadRequest(NamedTuple):
     python: str | None
     boot_id: str
 
-    def job(self, socket_fd: int) -> LoaderJob:
+    def job(self, socket_fd: int, *, waits: bool) -> LoaderJob:
         fields = self._asdict()
         del fields["python"]
-        return LoaderJob(**fields, socket_fd=socket_fd)
+        return LoaderJob(**fields, socket_fd=socket_fd, waits=waits)
 
 
 OnProgress = Callable[[str, int, int], bool]
@@ -92,7 +93,8 @@ class LoaderRun:
     """One run of the loader.
 
     on_progress(phase, done_bytes, total_bytes) says whether that was progress; without any for `stall_timeout_s`
-    the child is killed. `command` replaces the interpreter and module, for tests.
+    the child is killed. A run whose `turn` is not set when it starts keeps away from the device until it is; how long
+    that takes is not the child's fault. `command` replaces the interpreter and module, for tests.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class LoaderRun:
         *,
         on_progress: OnProgress,
         on_key: OnKey,
+        turn: asyncio.Event | None = None,
         stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S,
         command: Sequence[str] | None = None,
     ) -> None:
@@ -108,6 +111,7 @@ class LoaderRun:
         self._name = request.cache
         self._on_progress = on_progress
         self._on_key = on_key
+        self._turn = turn
         self._stall_timeout_s = stall_timeout_s
         self._command = list(command or (request.python or sys.executable, "-m", "weightcached.loader"))
         self._deadline_s = 0.0
@@ -119,12 +123,13 @@ class LoaderRun:
     async def run(self) -> Delivery:
         """Load. Raises LoadFailedError; on that and on cancellation every descriptor is closed, the child killed."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        waits = self._waits
         try:
             with ours:
                 with theirs:
                     child = self._start(theirs.fileno())
                 ours.setblocking(False)
-                async with child:
+                async with child, self._turn_given(ours, waits=waits):
                     await self._receive(ours, child)
                     # Published only once the child is gone: its device context counts against the first engine's
                     # memory, and the next load's.
@@ -136,7 +141,7 @@ class LoaderRun:
 
     def _start(self, socket_fd: int) -> Child:
         request = self._request
-        job = encode_job(request.job(socket_fd))
+        job = encode_job(request.job(socket_fd, waits=self._waits))
         try:
             child = Child(self._command, self._name, stdin=job, device=request.device, pass_fds=[socket_fd])
         except OSError as e:
@@ -147,6 +152,32 @@ class LoaderRun:
             ) from e
         log.info("loader started cache=%s generation=%d pid=%d", self._name, request.generation, child.pid)
         return child
+
+    @property
+    def _waits(self) -> bool:
+        return self._turn is not None and not self._turn.is_set()
+
+    @contextlib.asynccontextmanager
+    async def _turn_given(self, ours: socket.socket, *, waits: bool) -> AsyncIterator[None]:
+        """Tell a waiting child when its turn has come."""
+        if not waits or self._turn is None:
+            yield
+            return
+        turn = self._turn
+
+        async def give() -> None:
+            await turn.wait()
+            self._deadline_s = asyncio.get_running_loop().time() + self._stall_timeout_s
+            # A child that has ended meanwhile is its receiver's business.
+            with contextlib.suppress(OSError):
+                ours.send(YOUR_TURN)
+
+        giver = asyncio.create_task(give())
+        try:
+            yield
+        finally:
+            giver.cancel()
+            await asyncio.gather(giver, return_exceptions=True)
 
     async def _receive(self, ours: socket.socket, child: Child) -> None:
         """Take messages until the delivery is complete or the child has hung up."""
@@ -165,14 +196,16 @@ class LoaderRun:
     async def _next_packet(self, ours: socket.socket, child: Child) -> Packet:
         """What the child says next. Raises EOFError also for a dead child whose end a grandchild still holds."""
         if not child.exit.done():
+            loop = asyncio.get_running_loop()
             listener = asyncio.create_task(packets.recv(ours, max_fds=MAX_PACKET_FDS))
-            left_s = self._deadline_s - asyncio.get_running_loop().time()
             try:
-                await asyncio.wait({listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if listener.done():
-                    return listener.result()
-                if not child.exit.done():
-                    raise self._stalled()
+                while not child.exit.done():
+                    left_s = self._stall_timeout_s if self._waits else self._deadline_s - loop.time()
+                    await asyncio.wait({listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                    if listener.done():
+                        return listener.result()
+                    if not self._waits and loop.time() >= self._deadline_s and not child.exit.done():
+                        raise self._stalled()
             finally:
                 listener.cancel()
                 await asyncio.gather(listener, return_exceptions=True)

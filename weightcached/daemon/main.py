@@ -53,6 +53,7 @@ class Options:
     device: str
     manifest: Path | None = None
     socket_dir: Path | None = None
+    loaders_ahead: int | None = None
     loader_command: Sequence[str] | None = None
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
@@ -182,6 +183,7 @@ class Daemon:
             device=self.device,
             boot_id=_boot_id(),
             manifest=options.manifest,
+            ahead=options.loaders_ahead,
         )
         self._path = path
         self._since = time.time()

@@ -1,13 +1,15 @@
 """Make what is served what the manifest says: at start, at `weightcachectl reload`, and on SIGHUP.
 
-plan() decides, as a function of data; Reconciler carries it out. Loads run one at a time: two would need twice the
-device memory beside what is served. Whatever fails, what is served stays served.
+plan() decides, as a function of data; Reconciler carries it out. Loads use the device one at a time: two would need
+twice the memory beside what is served. Children of the next ones are started ahead, since importing vLLM takes longer
+than loading many a model; they wait for their turn. Whatever fails, what is served stays served.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,9 +26,13 @@ from weightcached.identity import changed_files
 from weightcached.key import WeightCacheKey
 from weightcached.manifest import Manifest, ModelSpec, load_manifest
 from weightcached.paths import manifest_path
+from weightcached.wire.fds import close_all
 from weightcached.wire.messages import CacheOutcome, Role
 
 log = logging.getLogger(__name__)
+
+_MAX_AHEAD = 3
+_CORES_FOR_EACH_AHEAD = 4
 
 
 class Wanted(NamedTuple):
@@ -47,7 +53,39 @@ class Plan(NamedTuple):
 class Loader(Protocol):
     """Runs one loader child, as LoaderRun does."""
 
-    def __call__(self, request: LoadRequest, *, on_progress: OnProgress, on_key: OnKey) -> LoaderRun: ...
+    def __call__(
+        self, request: LoadRequest, *, on_progress: OnProgress, on_key: OnKey, turn: asyncio.Event
+    ) -> LoaderRun: ...
+
+
+class Started:
+    """A loader run that waits for its turn, or has it."""
+
+    def __init__(self, turn: asyncio.Event, run: asyncio.Task[Delivery]) -> None:
+        self._turn = turn
+        self._run = run
+        self._taken = False
+
+    async def delivery(self) -> Delivery:
+        """Let it use the device and wait for what it makes; the caller owns that. Raises what LoaderRun.run() does."""
+        self._turn.set()
+        delivery = await self._run
+        self._taken = True
+        return delivery
+
+    async def discard(self) -> None:
+        """End it, and free what nobody took."""
+        if self._taken:
+            return
+        self._run.cancel()
+        (result,) = await asyncio.gather(self._run, return_exceptions=True)
+        if isinstance(result, Delivery):
+            close_all([result.index_fd, *result.segment_fds])
+
+
+def loaders_ahead() -> int:
+    """How many children may import ahead: each takes a core, and 1 to 2 GB of host memory."""
+    return min(_MAX_AHEAD, (os.cpu_count() or 1) // _CORES_FOR_EACH_AHEAD)
 
 
 class UnknownCacheError(Exception):
@@ -102,6 +140,7 @@ class Reconciler:
         device: str,
         boot_id: str,
         manifest: Path | None,
+        ahead: int | None = None,
     ) -> None:
         self._caches = caches
         self._matcher = matcher
@@ -111,6 +150,7 @@ class Reconciler:
         self._device = device
         self._boot_id = boot_id
         self._explicit_manifest = manifest
+        self._ahead = loaders_ahead() if ahead is None else ahead
         self._lock = asyncio.Lock()
         # What failed and may succeed if tried again without a change.
         self.transient_failures: set[str] = set()
@@ -129,9 +169,7 @@ class Reconciler:
             for want in todo.load:
                 self._queue(want)
             self._caches.changed.fire()
-            for want in todo.load:
-                outcomes.append(await self._load(want))
-            return outcomes
+            return outcomes + await self._load_all(todo.load)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -180,11 +218,32 @@ class Reconciler:
         cache.identity = want.spec.identity
         cache.begin_load()
 
-    async def _load(self, want: Wanted) -> CacheOutcome:
+    async def _load_all(self, wanted: Sequence[Wanted]) -> list[CacheOutcome]:
+        outcomes: list[CacheOutcome] = []
+        started: dict[str, Started] = {}
+        try:
+            for position, want in enumerate(wanted):
+                for coming in wanted[position : position + 1 + self._ahead]:
+                    if coming.name not in started:
+                        started[coming.name] = self._start(coming, at_once=coming is want)
+                outcomes.append(await self._load(want, started[want.name]))
+        finally:
+            for run in started.values():
+                await run.discard()
+        return outcomes
+
+    def _start(self, want: Wanted, *, at_once: bool) -> Started:
+        turn = asyncio.Event()
+        if at_once:
+            turn.set()
+        cache = self._caches.ensure(want.name, want.role)
+        return Started(turn, asyncio.create_task(self._run_loader(cache, want, turn)))
+
+    async def _load(self, want: Wanted, run: Started) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         began_s = time.monotonic()
         try:
-            delivery = await self._run_loader(cache, want)
+            delivery = await run.delivery()
         except LoadFailedError as e:
             self._failed(cache, e)
         except OSError as e:
@@ -201,12 +260,12 @@ class Reconciler:
             error=cache.error,
         )
 
-    async def _run_loader(self, cache: Cache, want: Wanted) -> Delivery:
+    async def _run_loader(self, cache: Cache, want: Wanted, turn: asyncio.Event) -> Delivery:
         load = cache.begin_load()
 
         def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
             advanced = load.advance(phase, done_bytes, total_bytes)
-            if advanced:
+            if advanced and turn.is_set():
                 self._notifier.progress(cache, load)
             return advanced
 
@@ -214,7 +273,8 @@ class Reconciler:
             load.key = key
             self._caches.changed.fire()
 
-        return await self._loader(self._request(cache, want), on_progress=on_progress, on_key=on_key).run()
+        request = self._request(cache, want)
+        return await self._loader(request, on_progress=on_progress, on_key=on_key, turn=turn).run()
 
     def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
         placement = want.spec.placement_of(self._device)

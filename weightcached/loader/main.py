@@ -25,7 +25,8 @@ from weightcached import __version__
 from weightcached import index as index_format
 from weightcached.devices import holders
 from weightcached.errors import EXIT_CONFIG, LoadError, OutOfDeviceMemoryError, WeightcachedError
-from weightcached.job import LoaderJob, decode_job
+from weightcached.job import YOUR_TURN, LoaderJob, decode_job
+from weightcached.paths import is_host_device
 from weightcached.segments.api import Backend, open_backend
 from weightcached.wire.fds import OwnedFd, close_all, sealed_memfd
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
@@ -74,8 +75,15 @@ class Daemon:
             self._last_sent = now
             self.send(LoaderProgress(phase=self._phase, done_bytes=done_bytes, total_bytes=total_bytes))
 
+    def wait_for_turn(self) -> None:
+        """Wait until the device is free for this load. Raises LoadError when the daemon goes away instead."""
+        self.phase("waiting")
+        if not self._sock.recv(len(YOUR_TURN)):
+            raise LoadError("the daemon hung up before this load had its turn")
+
     def seconds(self) -> float:
-        return time.monotonic() - self._started
+        """Since the start, without the time spent waiting for others."""
+        return time.monotonic() - self._started - self.phases.get("waiting", 0.0)
 
 
 def main() -> None:
@@ -132,7 +140,8 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     daemon.phase("configuring")
     # Imports make objects by the million and no garbage: looking for it is a quarter of their time.
     gc.disable()
-    backend = open_backend(job.device)
+    # A context takes device memory, which is for the load whose turn it is.
+    backend = None if job.waits else open_backend(job.device)
     # Before vLLM's imports, which take seconds: a checkpoint that is not there is said at once.
     _check_checkpoint(job)
     import torch
@@ -142,17 +151,20 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
 
     vllm_config = rank.create_vllm_config(job)
     model_config = rank.model_config_of(vllm_config, job.role)
-    if vllm_config.device_config.device_type != ("cpu" if backend.name == "host" else "cuda"):
+    if vllm_config.device_config.device_type != ("cpu" if is_host_device(job.device) else "cuda"):
         raise WeightcachedError(
             f"{job.cache}: the vLLM of {sys.executable} runs on {vllm_config.device_config.device_type}, "
             f"the device is {job.device}"
         )
+    gc.freeze()
+    gc.enable()
+    if backend is None:
+        daemon.wait_for_turn()
+        backend = open_backend(job.device)
     if isinstance(backend, CudaBackend):
         torch.cuda.set_device(0)
         if (warning := backend.persistence_warning()) is not None:
             log.warning("%s", warning)
-    gc.freeze()
-    gc.enable()
     with rank.solo_rank(vllm_config, job.rank):
         _load(job, daemon, backend, vllm_config, model_config)
 
