@@ -1,0 +1,205 @@
+"""What a GPU can be given that is wrong: one clear error each, nothing half-mapped, and engines that fall back decode.
+
+PYTHONPATH=. python3 -m pytest tests/gpu/test_bad_input.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bench.harness import Engine
+from tests.engine.conftest import ENVIRONMENT, Engines, Service
+from tests.fakes.stub_daemon import Answer, Packet, Script, StubDaemon, status, welcome
+from tests.gpu.test_engines import ENGINE, make
+from tests.systemd.manager import PrivateManager
+from weightcached import index as index_format
+from weightcached.devices import list_gpus
+from weightcached.paths import socket_path
+from weightcached.wire.client import Connection
+from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd
+from weightcached.wire.messages import Descriptors, Ready, Request, Status, Verify, encode
+
+CACHE = "bf16/target"
+GIB = 1 << 30
+# The hog leaves this much: a context and little more.
+LEFT_BYTES = 3 * GIB // 2
+HOG = """
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+hold = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return list_gpus()[0].uuid
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    # 2.6 GB: more than the hog leaves.
+    return {"bf16": make(base / "bf16"), "large": make(base / "large", vocab=640_000, layers=1)}
+
+
+@pytest.fixture(scope="module")
+def manager() -> Iterator[PrivateManager]:
+    with PrivateManager(ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}) as manager:
+        yield manager
+
+
+def entry(name: str, device: str, model: Path) -> dict[str, Any]:
+    return {"name": name, "devices": [device], "engine": {"model": str(model), "max_model_len": 1024}}
+
+
+@pytest.fixture(scope="module")
+def service(manager: PrivateManager, models: dict[str, Path], device: str) -> Iterator[Service]:
+    service = Service(manager)
+    service.manifest(entry("bf16", device, models["bf16"]))
+    service.ctl("start", device)
+    yield service
+    service.ctl("stop", device, check=False)
+
+
+@pytest.fixture(scope="module")
+def engines(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines = Engines(service.env, tmp_path_factory.mktemp("engines") / "log")
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Engines, models: dict[str, Path]) -> Any:
+    """What an engine decodes that loads from disk."""
+    return engines.tokens(models["bf16"], **ENGINE)
+
+
+def socket_of(service: Service, device: str) -> Path:
+    return socket_path(device, Path(service.env["XDG_RUNTIME_DIR"]) / "weightcached")
+
+
+Tamper = Callable[[index_format.TensorIndex, list[OwnedFd]], tuple[index_format.TensorIndex, list[OwnedFd]]]
+
+
+def handing_out(socket: Path, tamper: Tamper) -> Script:
+    """What the daemon on `socket` serves, tampered with."""
+
+    def script(request: Request) -> Iterator[Answer]:
+        if isinstance(request, Status):
+            yield status(socket.stem)
+            return
+        with Connection.connect(socket, timeout_s=10.0, purpose="ctl") as daemon:
+            ready = daemon.request(Verify(cache=CACHE), 10.0)
+            assert isinstance(ready, Ready)
+            fds = daemon.receive_descriptors(ready.descriptors, 10.0)
+        with fds.pop(0) as index_fd:
+            index = index_format.decode(read_sealed(index_fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES))
+        index, fds = tamper(index, fds)
+        data = index_format.encode(index)
+        fds.insert(0, sealed_memfd("index", data))
+        yield msgspec.structs.replace(
+            ready, index_digest=index_format.digest_of(data), segment_nbytes=[s.nbytes for s in index.segments]
+        )
+        yield Packet(encode(Descriptors(first=0)), [fd.fileno() for fd in fds])
+        close_all(fds)
+
+    return script
+
+
+def host_memory(index: index_format.TensorIndex, fds: list[OwnedFd]) -> tuple[index_format.TensorIndex, list[OwnedFd]]:
+    """The last segment is a memfd."""
+    fds.pop().close()
+    return index, [*fds, sealed_memfd("segment", bytes(4096))]
+
+
+def larger_than_it_is(
+    index: index_format.TensorIndex, fds: list[OwnedFd]
+) -> tuple[index_format.TensorIndex, list[OwnedFd]]:
+    """The index says twice the size of the last segment."""
+    *others, last = index.segments
+    return msgspec.structs.replace(
+        index, segments=[*others, msgspec.structs.replace(last, nbytes=2 * last.nbytes)]
+    ), fds
+
+
+@pytest.mark.parametrize("tamper", [host_memory, larger_than_it_is])
+def test_segment_that_does_not_map_leaves_nothing_behind(
+    service: Service, engines: Engines, models: dict[str, Path], device: str, expected: Any, tmp_path: Path,
+    tamper: Tamper,
+) -> None:  # fmt: skip
+    path = Path("/tmp") / f"wc-{os.getpid()}-{tamper.__name__}" / f"{device}.sock"
+    engines.log()
+    with StubDaemon(path, handing_out(socket_of(service, device), tamper), [welcome(device)]):
+        fallen_back = engines.tokens(models["bf16"], "ipc_cache", loader={"socket_path": str(path)}, **ENGINE)
+    path.parent.rmdir()
+    lines = engines.plugin_log()
+    assert fallen_back == expected
+    assert any(line.startswith("loading from disk (") and "segment" in line for line in lines), lines
+    # In the same process: no error sticks to its context.
+    assert engines.tokens(models["bf16"], "ipc_cache", loader={"fallback": False}, **ENGINE) == expected
+
+
+def test_cache_without_room_names_needed_free_and_holder(
+    service: Service, engines: Engines, models: dict[str, Path], device: str
+) -> None:
+    engines.ask(close=True)
+    service.manifest(entry("bf16", device, models["bf16"]), entry("large", device, models["large"]))
+    with subprocess.Popen(
+        [sys.executable, "-c", HOG, str(LEFT_BYTES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as hog:
+        assert hog.stdout is not None
+        assert hog.stdout.readline() == "holding\n"
+        refused = service.ctl("reload", device, check=False)
+        said = refused.stdout + refused.stderr
+        assert refused.returncode != 0
+        assert re.search(
+            rf"large/target needs at least 2\.\d GiB on {device}, [01]\.\d GiB of \d+\.\d GiB are free; held by "
+            rf".*pid {hog.pid} \(python3?[\d.]*\) \d+\.\d GiB",
+            said,
+        ), said
+        states = {cache["name"]: cache["state"] for cache in service.caches(device)}
+        assert states == {CACHE: "ready", "large/target": "failed"}
+        hog.communicate("")
+    service.ctl("reload", device)
+    assert {cache["state"] for cache in service.caches(device)} == {"ready"}
+    service.manifest(entry("bf16", device, models["bf16"]))
+    service.ctl("reload", device)
+
+
+def test_unknown_gpu_is_named_beside_those_that_are_there(service: Service, device: str) -> None:
+    unknown = "GPU-00000000-0000-0000-0000-000000000000"
+    service.manifest(entry("bf16", device, Path("/nonexistent")), entry("lost", unknown, Path("/nonexistent")))
+    started = service.ctl("start", unknown, check=False)
+    said = started.stdout + started.stderr
+    assert started.returncode != 0
+    assert unknown in said
+    assert device in said, said
+
+
+def test_engine_on_another_gpu_than_the_cache_loads_from_disk(
+    service: Service, models: dict[str, Path], device: str, expected: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    gpus = [gpu.uuid for gpu in list_gpus()]
+    if len(gpus) < 2:
+        pytest.skip("this machine has one GPU")
+    for name, value in service.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[1])
+    options = ENGINE | {"model_loader_extra_config": {"socket_path": str(socket_of(service, device))}}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with Engine(str(models["bf16"]), "ipc_cache", options, tmp_path / "log", environment=environment) as engine:
+        assert engine.first["tokens"] == expected
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert f"serves {device}, this engine runs on {gpus[1]}" in log
