@@ -1,14 +1,16 @@
 """Make random checkpoints of a given shape: a transformers config beside safetensors shards.
 
-No tokenizer is written; engines get token ids. Values come from a seeded generator, scaled so that greedy decoding
-does not collapse onto one token.
+Engines get token ids; a tokenizer is written only where a processor asks for one. Values come from a seeded generator,
+scaled so that greedy decoding does not collapse onto one token.
 
     python bench/checkpoints.py llama /tmp/tiny --hidden 256 --layers 4 --dtype bfloat16 --shards 3
+    python bench/checkpoints.py small deepseek /tmp/mla --quantization fp8-block
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,12 @@ from typing import Any
 import click
 import torch
 from safetensors.torch import save_file
+
+# Also as a script, where this file's own directory is what Python looks into.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.checkpoint_formats import QUANTIZATION, quantization_config, quantize
+from bench.checkpoint_models import CONFIGS, FILES, TENSORS
 
 
 def llama_config(
@@ -76,80 +84,14 @@ def llama_tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
 def random_tensor(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, device: str
 ) -> torch.Tensor:
-    """Norm weights near one, everything else normal with variance 1/fan-in."""
+    """Norm weights near one, biases near zero, everything else normal with variance 1/fan-in."""
+    if name.endswith(("bias", "sinks", "A_log", "class_embedding")):
+        return (0.02 * torch.randn(shape, generator=generator, device=device)).to(dtype).cpu()
     if len(shape) == 1:
         return (1 + 0.1 * torch.randn(shape, generator=generator, device=device)).to(dtype).cpu()
     # Small embeddings: a tied head would otherwise only ever repeat the token that stands in the residual stream.
     scale = 0.02 if "embed" in name else shape[-1] ** -0.5
     return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype).cpu()
-
-
-GROUP = 128
-# What a checkpoint's config says about each quantization made here.
-QUANTIZATION: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-    "int8": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
-                "input_activations": {
-                    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
-                },
-            }
-        },
-    },
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
-}  # fmt: skip
-
-
-def quantize(method: str, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A linear layer's weight, shape (out, in), as the method stores it; other tensors unchanged."""
-    if value.ndim != 2 or "proj" not in name:
-        return {name: value}
-    prefix = name.removesuffix("weight")
-    if method == "fp8":
-        return quantize_fp8(name, value)
-    if method == "int8":
-        scale = value.float().abs().amax(dim=1, keepdim=True) / 127
-        return {name: (value.float() / scale).round().to(torch.int8), f"{prefix}weight_scale": scale.to(value.dtype)}
-    return quantize_int4(method, prefix, value)
-
-
-def quantize_int4(method: str, prefix: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Groups of GROUP inputs share a scale; codes are 0 to 15 around 8, eight in an int32."""
-    inputs, outputs = value.shape[1], value.shape[0]
-    groups = value.float().t().reshape(inputs // GROUP, GROUP, outputs)
-    scale = groups.abs().amax(dim=1, keepdim=True) / 7
-    codes = ((groups / scale).round() + 8).clamp(0, 15).to(torch.int64).reshape(inputs, outputs)
-    packed = {f"{prefix}scales": scale.squeeze(1).to(torch.float16 if value.dtype == torch.float16 else value.dtype)}
-    zeros = torch.full((inputs // GROUP, outputs), 8 if method == "awq" else 7, dtype=torch.int64)
-    if method == "awq":
-        order = [0, 2, 4, 6, 1, 3, 5, 7]
-        packed[f"{prefix}qweight"] = _pack8(codes.reshape(inputs, -1, 8)[:, :, order])
-        packed[f"{prefix}qzeros"] = _pack8(zeros.reshape(inputs // GROUP, -1, 8)[:, :, order])
-    else:
-        packed[f"{prefix}qweight"] = _pack8(codes.reshape(-1, 8, outputs).transpose(1, 2))
-        packed[f"{prefix}qzeros"] = _pack8(zeros.reshape(inputs // GROUP, -1, 8))
-        packed[f"{prefix}g_idx"] = torch.arange(inputs, dtype=torch.int32) // GROUP
-    return packed
-
-
-def _pack8(codes: torch.Tensor) -> torch.Tensor:
-    # The last dimension's eight 4-bit codes in one int32, the first lowest.
-    shifts = torch.arange(0, 32, 4, dtype=torch.int64)
-    word = (codes << shifts).sum(dim=-1)
-    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
-
-
-def quantize_fp8(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A linear layer's weight as float8_e4m3fn with one scale, as vLLM's `fp8` method reads it."""
-    scale = (value.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
-    return {name: (value.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale.reshape(1)}
 
 
 def write_checkpoint(
@@ -161,11 +103,11 @@ def write_checkpoint(
     quantization: a key of QUANTIZATION, for the linear layers.
     """
     if quantization is not None:
-        config = config | {"quantization_config": QUANTIZATION[quantization]}
+        config = config | {"quantization_config": quantization_config(quantization, config)}
     path.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, config["torch_dtype"])
     generator = torch.Generator(device=device).manual_seed(seed)
-    tensors = list(llama_tensors(config))
+    tensors = list(TENSORS.get(config["model_type"], llama_tensors)(config))
     per_shard = -(-len(tensors) // shards)
     weight_map: dict[str, str] = {}
     total = 0
@@ -182,7 +124,9 @@ def write_checkpoint(
     if shards > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    (path / "config.json").write_text(json.dumps(config, indent=1))
+    others = FILES[config["model_type"]](config) if config["model_type"] in FILES else {}
+    for name, content in {"config.json": config, **others}.items():
+        (path / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
     return total
 
 
@@ -224,6 +168,18 @@ def llama(
         }
     nbytes = write_checkpoint(path, config, shards=shards, seed=seed, device=device, quantization=quantization)
     click.echo(f"{path}: {nbytes / 2**30:.2f} GiB in {shards} shards")
+
+
+@main.command()
+@click.argument("architecture", type=click.Choice(sorted(CONFIGS)))
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--quantization", default=None, type=click.Choice(sorted(QUANTIZATION)), help="Of the linear layers.")
+@click.option("--shards", default=1, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def small(architecture: str, path: Path, quantization: str | None, shards: int, seed: int) -> None:
+    """Write a small checkpoint of ARCHITECTURE to PATH."""
+    nbytes = write_checkpoint(path, CONFIGS[architecture](), shards=shards, seed=seed, quantization=quantization)
+    click.echo(f"{path}: {nbytes / 2**20:.0f} MiB in {shards} shards")
 
 
 if __name__ == "__main__":

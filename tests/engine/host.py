@@ -130,7 +130,19 @@ def reload_in_place(llm: Any) -> dict[str, Any]:
     }
 
 
-CALLS = {"tied_objects": tied_objects, "mapped_bytes": mapped_bytes, "reload_in_place": reload_in_place}
+def burst(llm: Any) -> int:
+    """200 requests of 8 tokens at once; returns the tokens that came back."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    vocab = llm.llm_engine.model_config.get_vocab_size()
+    outputs = llm.generate(prompts(200, vocab), sampling, use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+CALLS = {
+    "tied_objects": tied_objects, "mapped_bytes": mapped_bytes, "reload_in_place": reload_in_place, "burst": burst,
+}  # fmt: skip
 
 
 def main() -> None:
