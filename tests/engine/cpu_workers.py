@@ -1,6 +1,6 @@
 """What vLLM's CPU worker lacks for layouts that its GPU worker runs, for the engine's own processes of these tests.
 
-Given to engines as `worker_extension_cls`. Seen with vLLM 0.32 from disk without any plug-in, and in the sources of 0.33:
+Given to engines as `worker_extension_cls`. Seen with vLLM 0.32 from disk without any plug-in, and in 0.33's sources:
 
 - pipeline_parallel_size=2 with enforce_eager: "assert self.intermediate_tensors is not None" in the first step of the
   second stage. A dummy run makes the buffer, and CPUModelRunner.warming_up_model() leaves that out without compilation.
