@@ -247,6 +247,16 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             )
         _forget_frames(reason)
         log.warning("loading from disk (%s): %s", self.options.fallback_load_format, reason)
+        self._report(vllm_config, reason)
+
+    def _report(self, vllm_config: Any, reason: WeightcachedError) -> None:
+        if reason.code == UnsupportedPlatformForIPCError.code:
+            return
+        try:
+            fallback.report(self._socket_path(vllm_config), reason)
+        except Exception as e:
+            # Not worth an engine.
+            log.debug("the daemon was not told: %s", e)
 
     def _no_room(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> OutOfDeviceMemoryError | None:
         if reason.code == UnsupportedPlatformForIPCError.code:

@@ -14,8 +14,6 @@ import pytest
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ROOT, Engines, Service
 from tests.engine.replicas import PROMPTS, TOKENS
-from weightcached.wire.client import Connection
-from weightcached.wire.messages import Status, StatusReply
 
 # Engine arguments by model. In float32, since the ranks of a mixture add what they computed apart: in bfloat16 that sum
 # is rounded otherwise than one rank's.
@@ -103,14 +101,4 @@ def test_every_worker_asked_the_daemon_that_the_plan_names(
     expected = {
         device: {f"{row['model']}/target": 1 for row in planned if row["device"] == device} for device in ALL
     }  # fmt: skip
-    assert {device: attaches(serving, device) for device in ALL} == expected
-
-
-def attaches(service: Service, device: str) -> dict[str, int]:
-    """How often each cache was handed out."""
-    socket = service.manager.runtime_dir / f"weightcached/{device}.sock"
-    with Connection.connect(socket, timeout_s=5, purpose="ctl") as connection:
-        reply = connection.request(Status(), 5)
-    assert isinstance(reply, StatusReply)
-    assert reply.counters
-    return reply.counters.attaches
+    assert {device: serving.counters(device).attaches for device in ALL} == expected
