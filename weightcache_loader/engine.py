@@ -28,16 +28,42 @@ def stage_of_platform() -> str:
     return "loaded" if current_platform.is_cpu() else ""
 
 
-def device_of_worker() -> str:
-    """The device name of this worker, as daemons are named: GPU-<uuid>, MIG-<uuid>, or cpuN by local rank."""
+def device_of_worker(parallel_config: Any) -> str:
+    """The device name of this worker, as daemons are named: GPU-<uuid>, MIG-<uuid>, or cpuN by its place on this node.
+
+    Equal to the device of `weightcachectl plan` for the rank, where devices are listed from the first one on.
+    """
     from vllm.distributed import get_world_group
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return f"cpu{get_world_group().local_rank}"
+        return f"cpu{place_on_node(parallel_config, get_world_group().local_rank)}"
+    return gpu_of_worker()
+
+
+def gpu_of_worker() -> str:
+    """GPU-<uuid> or MIG-<uuid> of the GPU that this worker has chosen, for its replica too."""
     # As CUDA reports it: right under CUDA_VISIBLE_DEVICES remaps and for MIG slices.
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     return f"GPU-{uuid}" if not str(uuid).startswith(("GPU-", "MIG-")) else str(uuid)
+
+
+def place_on_node(parallel_config: Any, local_rank: int) -> int:
+    """This worker's place among all ranks of its node. `local_rank` counts within its data parallel replica.
+
+    As a GPU worker counts to choose its device; a CPU worker has none to choose.
+    """
+    launched_elsewhere = (
+        parallel_config.distributed_executor_backend in ("ray", "external_launcher")
+        or parallel_config.data_parallel_backend == "ray"
+    )
+    # Of a replica that spans nodes, this node has one part and nothing else.
+    if launched_elsewhere or parallel_config.nnodes_within_dp > 1:
+        return local_rank
+    replica = parallel_config.data_parallel_rank_local
+    if replica is None:
+        replica = parallel_config.data_parallel_index
+    return local_rank + int(replica) * int(parallel_config.world_size)
 
 
 @dataclass

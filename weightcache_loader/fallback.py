@@ -6,6 +6,7 @@ docs/fallback.md lists them all.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from weightcached.errors import OutOfDeviceMemoryError, WeightcachedError
 from weightcached.identity import record_checkpoint
 from weightcached.segments.api import open_backend
 from weightcached.wire.client import Connection
-from weightcached.wire.messages import Status, StatusReply
+from weightcached.wire.messages import Fallback, Status, StatusReply
 
 # How often this process did not use a cache, by reason code; with fallback off as well, when the reason is raised.
 counts: Counter[str] = Counter()
@@ -50,6 +51,20 @@ def check_room(
             f"the engine match the cache, or 'weightcachectl drop {next(iter(held))}'",
             code="no-room",
         )
+
+
+def report(socket: Path, reason: WeightcachedError) -> None:
+    """Tell the daemon on this socket that the engine loads from disk, for its metrics; nothing depends on it.
+
+    Not where there is none that would take it: such a reason is in the engine's log alone.
+    """
+    if reason.code in _WITHOUT_STATUS:
+        return
+    with (
+        contextlib.suppress(WeightcachedError, OSError),
+        Connection.connect(socket, timeout_s=_STATUS_TIMEOUT_S, purpose="ctl") as connection,
+    ):
+        connection.request(Fallback(reason=reason.code), _STATUS_TIMEOUT_S)
 
 
 def held_bytes(socket: Path) -> dict[str, int]:

@@ -147,11 +147,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
         check_supported(vllm_config, self.options)
         attachment = client.attach(
-            self._socket_path(),
+            self._socket_path(vllm_config),
             build_key(vllm_config, model_config, role=self.options.role),
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
-            device=engine.device_of_worker(),
+            device=engine.device_of_worker(vllm_config.parallel_config),
             identity=self.options.identity,
         )
         if (stage := engine.stage_of_platform()) != attachment.tensor_index.stage:
@@ -161,10 +161,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             )
         return attachment
 
-    def _socket_path(self) -> Path:
+    def _socket_path(self, vllm_config: Any) -> Path:
         if self.options.socket_path:
             return Path(self.options.socket_path)
-        return socket_path(engine.device_of_worker(), self.options.directory())
+        return socket_path(engine.device_of_worker(vllm_config.parallel_config), self.options.directory())
 
     def _map(self, attachment: client.Attachment) -> tuple[Mapping, torch.device]:
         from vllm.platforms import current_platform
@@ -172,7 +172,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if current_platform.is_cpu():
             backend, device = open_backend("cpu0"), torch.device("cpu")
         else:
-            backend = open_backend(engine.device_of_worker())
+            backend = open_backend(engine.gpu_of_worker())
             device = torch.device("cuda", torch.cuda.current_device())
         return backend.map(attachment.fds, [s.nbytes for s in attachment.tensor_index.segments]), device
 
@@ -199,7 +199,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.mode == "copy":
             client.release(attachment, timeout_s=self.options.connect_timeout_s)
         else:
-            lease = client.Lease(attachment.connection, self._socket_path(), attachment.ready)
+            lease = client.Lease(attachment.connection, self._socket_path(vllm_config), attachment.ready)
             # With the model: an engine that is shut down while its process lives on maps nothing any more.
             weakref.finalize(model, lease.close).atexit = False
         return model.eval()
@@ -248,12 +248,23 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             )
         _forget_frames(reason)
         log.warning("loading from disk (%s): %s", self.options.fallback_load_format, reason)
+        self._report(vllm_config, reason)
+
+    def _report(self, vllm_config: Any, reason: WeightcachedError) -> None:
+        if reason.code == UnsupportedPlatformForIPCError.code:
+            return
+        try:
+            fallback.report(self._socket_path(vllm_config), reason)
+        except Exception as e:
+            # Not worth an engine.
+            log.debug("the daemon was not told: %s", e)
 
     def _no_room(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> OutOfDeviceMemoryError | None:
         if reason.code == UnsupportedPlatformForIPCError.code:
             return None
         try:
-            device, socket = engine.device_of_worker(), self._socket_path()
+            device = engine.device_of_worker(vllm_config.parallel_config)
+            socket = self._socket_path(vllm_config)
             fallback.check_room(vllm_config, model_config, device, socket, self.options.fallback_load_format, reason)
         except OutOfDeviceMemoryError as e:
             return e

@@ -1,7 +1,7 @@
 """The daemons' state and counters as Prometheus metrics. Needs prometheus_client; imported for /metrics only.
 
-Fallbacks are decided in the engines, which have metrics of their own; what daemons know of them is which answers that
-were no generation they gave, by kind.
+Fallbacks are decided in the engines, which tell the daemon of their device. One that cannot reach its daemon tells
+nobody: weightcached_up is what shows that.
 """
 
 from __future__ import annotations
@@ -94,6 +94,9 @@ def _counters(counters: dict[str, Counters]) -> Iterator[Metric]:
         ),
         "refusals": CounterMetricFamily(
             "weightcached_attach_refusals", "Attaches answered without a generation.", labels=["device", "answer"]
+        ),
+        "fallbacks": CounterMetricFamily(
+            "weightcached_fallbacks", "Loads from disk that engines told of, by reason.", labels=["device", "reason"]
         ),
     }
     plain = {

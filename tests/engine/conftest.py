@@ -16,6 +16,8 @@ import pytest
 
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.systemd.manager import PrivateManager
+from weightcached.wire.client import Connection
+from weightcached.wire.messages import Counters, Status, StatusReply
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -108,6 +110,15 @@ class Service:
         devices = json.loads(self.ctl("status", "--json").stdout)["devices"]
         found: list[dict[str, Any]] = next(d["caches"] for d in devices if d["device"] == device)
         return found
+
+    def counters(self, device: str) -> Counters:
+        """What the device's daemon has counted since it started."""
+        socket = self.manager.runtime_dir / f"weightcached/{device}.sock"
+        with Connection.connect(socket, timeout_s=READY_TIMEOUT_S, purpose="ctl") as connection:
+            reply = connection.request(Status(), READY_TIMEOUT_S)
+        assert isinstance(reply, StatusReply)
+        assert reply.counters
+        return reply.counters
 
     def pid(self, device: str) -> int:
         return int(self.manager.show(f"weightcached@{device}.service", "MainPID"))

@@ -2,7 +2,8 @@
 
 Reads one JSON command per line on standard input and answers with one line that begins with "ANSWER ".
 
-    {"engine": {…LLM arguments…}, "prompts": 4, "tokens": 32}    start an engine, decode, keep it
+    {"engine": {…LLM arguments…}, "prompts": 4, "tokens": 32}    start an engine, decode, keep it; with "alone": true
+                                                                 one prompt after the other instead of one batch
     {"again": true}                                              decode once more with the engine that is kept
     {"call": "name"}                                             run one of CALLS on the engine that is kept
     {"close": true}                                              end it
@@ -27,6 +28,7 @@ class Host:
     def __init__(self) -> None:
         self.llm: Any = None
         self.count = self.tokens = 0
+        self.alone = False
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         if "engine" in command:
@@ -43,6 +45,7 @@ class Host:
 
         self.close()
         self.count, self.tokens = command.get("prompts", 4), command.get("tokens", 32)
+        self.alone = command.get("alone", False)
         arguments = {
             "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 256,
             "distributed_executor_backend": "uni",
@@ -61,7 +64,9 @@ class Host:
 
         sampling = SamplingParams(max_tokens=self.tokens, temperature=0, detokenize=False, ignore_eos=True)
         vocab = self.llm.llm_engine.model_config.get_vocab_size()
-        outputs = self.llm.generate(prompts(self.count, vocab), sampling, use_tqdm=False)
+        everything = prompts(self.count, vocab)
+        batches = [[prompt] for prompt in everything] if self.alone else [everything]
+        outputs = [o for batch in batches for o in self.llm.generate(batch, sampling, use_tqdm=False)]
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def close(self) -> None:

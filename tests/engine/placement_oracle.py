@@ -1,9 +1,10 @@
 """What vLLM itself makes of layouts: reads a JSON list of engine arguments, prints one answer for each.
 
 {"refused": "…"}                                   vLLM's words
-{"plan": […], "groups": […]}                       one entry for each local rank, in order:
+{"plan": […], "groups": […], "places": […]}                    one entry for each local rank, in order:
     plan      [local, dp, pp, tp], from vLLM's own weight cache
     groups    [global, dp, pp, tp, ep], ranks in the groups that layers see, and [dp_size, ep_size]
+    places    where its worker looks for a daemon: the number in cpuN
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ def ranks_seen(config: Any, dp_rank: int, rank: int) -> list[int]:
     return seen
 
 
+def place_of_worker(config: Any, first_dp_rank: int, local: int, dp_rank: int) -> int:
+    """The place that the plug-in works out in the worker that vLLM starts for this rank."""
+    from weightcache_loader.engine import place_on_node
+    from weightcached.loader.rank import become_replica
+
+    config = copy.deepcopy(config)
+    parallel = config.parallel_config
+    local_rank = local % parallel.local_world_size
+    # Set by the process of each engine core, before it starts its workers.
+    parallel.data_parallel_rank_local = dp_rank - first_dp_rank
+    become_replica(config, dp_rank)
+    return place_on_node(config.parallel_config, local_rank)
+
+
 def answer(engine: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.weight_cache import daemon
@@ -46,7 +61,8 @@ def answer(engine: dict[str, Any]) -> dict[str, Any]:
     plan = daemon.plan_local_ranks(config.parallel_config)
     tp = config.parallel_config.tensor_parallel_size
     groups = [ranks_seen(config, dp_rank, pp_rank * tp + tp_rank) for _, dp_rank, pp_rank, tp_rank in plan]
-    return {"plan": plan, "groups": groups}
+    places = [place_of_worker(config, plan[0][1], local, dp_rank) for local, dp_rank, _, _ in plan]
+    return {"plan": plan, "groups": groups, "places": places}
 
 
 def main() -> None:

@@ -120,6 +120,8 @@ def test_another_dtype_is_named_and_loads_from_disk(
         assert engines.tokens(models["untied"], "ipc_cache", dtype="float32") == disk
         (line,) = [line for line in engines.plugin_log() if line.startswith("loading from disk")]
         assert "dtype is torch.bfloat16, asked torch.float32" in line
+        counters = service.counters("cpu0")
+        assert (counters.fallbacks, counters.mismatches["dtype"]) == ({"key-mismatch": 1}, 1)
 
 
 def test_without_a_daemon_one_line_says_so_and_the_model_loads_from_disk(

@@ -24,7 +24,7 @@ from tests.fakes.client import Client
 from tests.fakes.daemon import BOUND_S, ROOT, DaemonProcess, ManagerSocket, environment, model, write_manifest
 from tests.process.test_preload import Launcher as PreloadLauncher
 from tests.process.test_preload import launch
-from weightcached.wire.messages import Attach, Mismatch
+from weightcached.wire.messages import Attach, Done, Fallback, Mismatch, Reload, ReloadReply
 
 Launcher = Callable[..., DaemonProcess]
 ALARM_S = 2.0
@@ -148,6 +148,29 @@ def test_health_names_each_cache_that_is_not_ready_and_why(
     )
 
 
+def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
+    daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    node = exporter()
+    node.until(200)
+    tiny = model("tiny", checkpoint)
+    for state, fault, expected in (("failed", "refuse-in-packing", 503), ("loaded", "", 200)):
+        write_manifest(daemon.manifest, [tiny, model("second", checkpoint, **({"x_fault": fault} if fault else {}))])
+        outcome = reload(daemon)["second/target"]
+        took_s, text = node.until(expected)
+        assert (outcome, took_s < ALARM_S) == (state, True)
+        assert text.startswith("cpu0 second/target: failed: " if fault else "ready: 2 caches")
+
+
+def reload(daemon: DaemonProcess) -> dict[str, str]:
+    """Have the manifest read again. Returns what came of each cache, once it has."""
+    with daemon.client("ctl") as tool:
+        tool.send(Reload())
+        while not isinstance(reply := tool.receive(), ReloadReply):
+            pass
+        return {outcome.cache: outcome.outcome for outcome in reply.outcomes}
+
+
 def test_health_follows_the_manifest(
     daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
 ) -> None:
@@ -184,6 +207,9 @@ def test_metrics_count_what_was_done(
         engine.attach(key).close()
         for _ in range(3):
             assert isinstance(stranger.ask(Attach(key=other)), Mismatch)
+        with daemon.client("ctl") as falling_back:
+            for reason in ("key-mismatch", "key-mismatch", "no-room"):
+                assert falling_back.ask(Fallback(reason=reason)) == Done()
         samples = node.samples()
     tiny = ("cpu0", "tiny", "target")
     assert samples["weightcached_up", "cpu0"] == 1
@@ -197,6 +223,8 @@ def test_metrics_count_what_was_done(
     assert samples["weightcached_mismatches_total", "cpu0", "dtype"] == 3
     assert samples["weightcached_mismatches_total", "cpu0", "tp_size"] == 3
     assert samples["weightcached_attach_refusals_total", "Mismatch", "cpu0"] == 3
+    assert samples["weightcached_fallbacks_total", "cpu0", "key-mismatch"] == 2
+    assert samples["weightcached_fallbacks_total", "cpu0", "no-room"] == 1
     assert samples["weightcached_adoptions_total", "cpu0"] == 0
     assert samples["weightcached_digest_failures_total", "cpu0"] == 0
     assert samples["weightcached_daemon_restarts_total", "cpu0"] == 0
@@ -264,6 +292,7 @@ def test_dashboard_asks_only_for_metrics_that_exist(
         engine.attach(key_of({"model": str(checkpoint)})).close()
     with Client.welcome(daemon.socket) as stranger:
         stranger.ask(Attach(key=key_of({"model": str(checkpoint), "dtype": "float16"})))
+        stranger.ask(Fallback(reason="key-mismatch"))
     known = {name for name, *_ in node.samples()}
     dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

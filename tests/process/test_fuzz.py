@@ -26,6 +26,7 @@ from weightcached.wire.framing import MAX_REQUEST_BYTES
 from weightcached.wire.messages import (
     Attach,
     Drop,
+    Fallback,
     Hello,
     Memory,
     Message,
@@ -71,6 +72,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Rejoin, cache=name, generation=count, index_digest=name),
     st.builds(Drop, cache=name, force=st.just(False)),
     st.builds(Verify, cache=name),
+    st.builds(Fallback, reason=text | st.just("no-room")),
 )
 
 # ---- ill-typed

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.fakes.checkpoints import write_checkpoint
-from tests.fakes.stub_daemon import Silence, StubDaemon, cache, status
+from tests.fakes.stub_daemon import Packet, Silence, StubDaemon, cache, status
 from weightcache_loader import fallback
 from weightcached.errors import CheckpointError, OutOfDeviceMemoryError, WeightCacheUnavailableError
 from weightcached.segments.host import HostBackend
+from weightcached.wire.messages import PROTOCOL_VERSION, Done, Fallback, Hello, Refused
 
 REASON = WeightCacheUnavailableError("the cache is gone", code="released")
 
@@ -79,3 +80,25 @@ def test_room_is_asked_for_only_where_a_daemon_holds_something(
         assert len(daemon.requests) == asked, "a daemon that was silent is not asked again"
         monkeypatch.setattr(HostBackend, "free_bytes", lambda self: (1 << 29, 1 << 30))
         ask()
+
+
+def test_daemon_is_told_of_a_fallback_where_there_is_one_to_be_told(path: Path) -> None:
+    with StubDaemon(path, lambda request: [Done()]) as daemon:
+        fallback.report(path, REASON)
+        assert daemon.requests[1:] == [Fallback(reason="released")]
+        assert daemon.requests[0] == Hello(protocol=PROTOCOL_VERSION, purpose="ctl"), "no lease"
+        for code in ("no-daemon", "runtime-path", "wrong-device", "timeout", "protocol-version"):
+            fallback.report(path, WeightCacheUnavailableError("nobody to tell", code=code))
+        assert len(daemon.requests) == 2
+
+
+def test_daemon_that_does_not_take_the_news_keeps_nobody_from_loading(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallback, "_STATUS_TIMEOUT_S", 0.2)
+    fallback.report(path, REASON)
+    older = Refused(code="protocol", message="message does not decode: Invalid value 'Fallback' - at `$.type`")
+    for answer in (older, Silence(), Packet(b"", then_close=True)):
+        with StubDaemon(path, lambda request, answer=answer: [answer]) as daemon:  # type: ignore[misc]
+            fallback.report(path, REASON)
+            assert len(daemon.requests) == 2

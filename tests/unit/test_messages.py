@@ -26,6 +26,7 @@ from weightcached.wire.messages import (
     Drop,
     EngineStatus,
     Failed,
+    Fallback,
     FieldMismatch,
     Hello,
     LoaderFailed,
@@ -74,6 +75,7 @@ REQUESTS: list[Message] = [
     Reload(caches=["a/target"], force=True),
     Drop(cache="a/target", force=True),
     Verify(cache="a/target"),
+    Fallback(reason="key-mismatch"),
 ]
 REPLIES: list[Message] = [
     Welcome(protocol=1, device="cpu0", pid=1),

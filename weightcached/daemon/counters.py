@@ -1,4 +1,4 @@
-"""What the daemon counts for metrics: attaches, refusals and why. Starts at zero with every daemon."""
+"""What the daemon counts for metrics: attaches, refusals and why, fallbacks that engines tell of. Starts at zero."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from weightcached.daemon.caches import Caches
 from weightcached.wire.messages import Counters, Message, Mismatch
 
-# Field names hold names of the engine's environment variables, so a peer could invent them without end.
+# Field names hold names of the engine's environment variables, so a peer could invent them without end; codes likewise.
 MAX_FIELDS = 100
 OTHER = "other"
 
@@ -21,6 +21,7 @@ class Tally:
         self._attach_seconds: dict[str, float] = {}
         self._mismatches: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
 
     def attached(self, cache: str, seconds: float) -> None:
         """A generation of `cache` was handed out."""
@@ -32,8 +33,11 @@ class Tally:
         self._refusals[type(answer).__name__] += 1
         if isinstance(answer, Mismatch):
             for field in answer.fields:
-                known = field.field in self._mismatches or len(self._mismatches) < MAX_FIELDS
-                self._mismatches[field.field if known else OTHER] += 1
+                _count(self._mismatches, field.field)
+
+    def fell_back(self, reason: str) -> None:
+        """An engine loads from disk, for the reason with this code."""
+        _count(self._fallbacks, reason)
 
     def counters(self, caches: Caches, *, digest_failures: int) -> Counters:
         """All counts, with the load times of what is served."""
@@ -42,7 +46,12 @@ class Tally:
             attach_seconds=dict(self._attach_seconds),
             mismatches=dict(self._mismatches),
             refusals=dict(self._refusals),
+            fallbacks=dict(self._fallbacks),
             adoptions=self._adoptions,
             digest_failures=digest_failures,
             phase_seconds={cache.name: cache.generation.load_phases for cache in caches if cache.generation},
         )
+
+
+def _count(counter: Counter[str], name: str) -> None:
+    counter[name if name in counter or len(counter) < MAX_FIELDS else OTHER] += 1

@@ -33,6 +33,7 @@ from weightcached.wire.messages import (
     Done,
     Drop,
     Failed,
+    Fallback,
     Hello,
     Loading,
     Memory,
@@ -177,6 +178,8 @@ class Session:
                 await self._drop(request)
             case Verify():
                 await self._verify(request)
+            case Fallback():
+                await self._fell_back(request)
             case Hello():
                 raise ProtocolError("a second Hello: it is the first message and comes once")
 
@@ -251,6 +254,11 @@ class Session:
             return
         self._lease(generation)
         await self._send(Rejoined())
+
+    async def _fell_back(self, request: Fallback) -> None:
+        self._service.tally.fell_back(request.reason)
+        log.info("engine loads from disk pid=%d reason=%s", self._peer.pid, request.reason)
+        await self._send(Done())
 
     # ---- tools
 

@@ -96,6 +96,12 @@ class Verify(Message, frozen=True):
     cache: Name
 
 
+class Fallback(Message, frozen=True):
+    """An engine of this device does not use a cache and loads from disk: `reason` is the code. Answered by Done."""
+
+    reason: Annotated[str, Meta(pattern="^[a-z][a-z0-9-]{0,49}$")]
+
+
 # ---- daemon to client
 
 
@@ -251,13 +257,15 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
     attaches and attach_seconds are by cache: generations handed out, and the seconds from the request, or from the end
     of the load that it waited for, to the last descriptor. mismatches are by field of the key, refusals by the kind of
-    the final answer that was not Ready. phase_seconds are of the generations served, by cache and phase.
+    the final answer that was not Ready, fallbacks by the code that engines gave. phase_seconds are of the generations
+    served, by cache and phase.
     """
 
     attaches: dict[Name, Count] = {}
     attach_seconds: dict[Name, float] = {}
     mismatches: dict[Name, Count] = {}
     refusals: dict[Name, Count] = {}
+    fallbacks: dict[Name, Count] = {}
     adoptions: Count = 0
     digest_failures: Count = 0
     phase_seconds: dict[Name, dict[Name, float]] = {}
@@ -309,7 +317,7 @@ class LoaderFailed(Message, frozen=True):
     permanent: bool = False
 
 
-Request = Hello | Status | Attach | Memory | Release | Rejoin | Reload | Drop | Verify
+Request = Hello | Status | Attach | Memory | Release | Rejoin | Reload | Drop | Verify | Fallback
 Reply = (
     Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released
     | Done | Rejoined | Progress | ReloadReply | StatusReply
