@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from weightcache_loader.values import NotAValue, to_wire
+from weightcached.index import Kind
 
 # Modules of vLLM whose objects are the process's, not the model's.
 _PROCESS_MODULES = (
@@ -60,11 +61,11 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 class TensorSlot(NamedTuple):
-    """A tensor and where it hangs. `kind` is parameter, buffer or attribute."""
+    """A tensor and where it hangs."""
 
     path: str
     tensor: torch.Tensor
-    kind: str
+    kind: Kind
     persistent: bool
 
 
