@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -20,13 +20,29 @@ from torch import nn
 from weightcache_loader.values import decode_value
 from weightcache_loader.walk import TensorSlot, tensors, type_name, walk
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
-from weightcached.index import Kind, TensorIndex, TensorRecord
+from weightcached.index import Kind, ModulePlan, TensorIndex, TensorRecord
 from weightcached.segments.api import Mapping, PrivateCopy
 
 # A key in brackets, as repr() writes an integer or a string, or a name.
 _PATH_TOKEN = re.compile(r"""\[(-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]|([^.\[\]]+)""")
 # What following a path raises where something on the way is not there.
 NOT_THERE = (AttributeError, LookupError, TypeError)
+
+
+class PathError(UnsupportedQuantForIPCError):
+    """What the index has for a path cannot be brought to it. The text begins with the path."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"{path}: {what}")
+        self.path = path
+
+
+class Hooks(Protocol):
+    """Post-processing, as hooks.PostProcessing runs it."""
+
+    def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None: ...
+
+    def after_binding(self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]) -> None: ...
 
 
 class Storages:
@@ -55,6 +71,17 @@ class Storages:
                 view = view.cpu()
             made = self._made[number, host] = view.untyped_storage()
         return made
+
+    def shared(self) -> frozenset[int]:
+        """Addresses of the storages made so far that other processes map."""
+        if self._copy:
+            return frozenset()
+        records = self._index.storages
+        return frozenset(
+            storage.data_ptr()
+            for (number, host), storage in self._made.items()
+            if not host and not self._index.segments[records[number].segment].private
+        )
 
     def _view(self, number: int) -> torch.Tensor:
         record = self._index.storages[number]
@@ -121,21 +148,23 @@ class Binder:
         self._storages = storages
         self._bound: dict[str, torch.Tensor] = {}
 
-    def attach(self, run_hooks: Callable[[], None]) -> None:
-        """Bind all tensors, set values, check; run the post-processing hooks where the stage has them.
+    def attach(self, hooks: Hooks) -> None:
+        """Post-process by plan, bind all tensors, set values, check.
 
-        On `processed` weights the hooks come first after binding, and what they replaced is bound once more. On
-        `loaded` ones they come last: what they make of the weights is the engine's own.
+        On `processed` weights, hooks to replay run before binding, and hooks to rerun after it; what these replaced is
+        bound once more. On `loaded` weights all hooks come last: what they make of the weights is the engine's own.
         Raises IndexFormatError or UnsupportedQuantForIPCError naming the path; the model is unusable then.
         """
+        plans = self._index.modules
         if self._index.stage == "processed":
+            hooks.before_binding(self._model, plans)
             self._bind_all(may_be_absent=True)
-            run_hooks()
+            hooks.after_binding(self._model, plans, self._storages.shared())
         self._bind_all(may_be_absent=False)
         self._set_values()
         self._remove_leftovers()
         if self._index.stage == "loaded":
-            run_hooks()
+            hooks.after_binding(self._model, plans, ())
 
     def _set_values(self) -> None:
         # Values first: a parameter that is None keeps its place in the module's registry that way.
@@ -153,7 +182,7 @@ class Binder:
                 except NOT_THERE as e:
                     if may_be_absent:
                         continue
-                    raise UnsupportedQuantForIPCError(f"{name}: nothing here to hang the tensor on ({e})") from e
+                    raise PathError(name, f"nothing here to hang the tensor on ({e})") from e
                 if tensor is None:
                     tensor = self._bound[record.names[0]] = self._make(record, there)
                 if there is not tensor:
@@ -179,21 +208,19 @@ class Binder:
             if not slot.tensor.is_meta:
                 continue
             if slot.path in known:
-                raise UnsupportedQuantForIPCError(f"{slot.path}: still on the meta device after binding")
+                raise PathError(slot.path, "still on the meta device after binding")
             owner, leaf = resolve_owner(self._model, slot.path)
             if isinstance(owner, tuple):
-                raise UnsupportedQuantForIPCError(
-                    f"{slot.path}: still on the meta device, the index has no tensor for it"
-                )
+                raise PathError(slot.path, "still on the meta device, the index has no tensor for it")
             remove(owner, leaf)
 
     def _set_value(self, path: str, raw: msgspec.Raw) -> None:
         try:
             owner, leaf = resolve_owner(self._model, path)
         except NOT_THERE as e:
-            raise UnsupportedQuantForIPCError(f"{path}: nothing here to set the value on ({e})") from e
+            raise PathError(path, f"nothing here to set the value on ({e})") from e
         if isinstance(owner, tuple):
-            raise UnsupportedQuantForIPCError(f"{path}: a value inside a tuple cannot be replaced")
+            raise PathError(path, "a value inside a tuple cannot be replaced")
         value = decode_value(raw)
         if isinstance(owner, list | dict):
             owner[leaf] = value
@@ -243,9 +270,9 @@ def current(owner: Any, leaf: Any) -> Any:
 
 
 def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name: str) -> None:
-    """Put the tensor there, under that name of the record. Raises UnsupportedQuantForIPCError where that cannot be."""
+    """Put the tensor there, under that name of the record. Raises PathError where that cannot be."""
     if isinstance(owner, tuple):
-        raise UnsupportedQuantForIPCError(f"{name}: a tensor inside a tuple cannot be replaced")
+        raise PathError(name, "a tensor inside a tuple cannot be replaced")
     if isinstance(owner, list | dict):
         owner[leaf] = tensor
         return

@@ -1,12 +1,11 @@
-"""vLLM's internals on the engine's side: the device, building on the meta device, and post-processing hooks.
+"""vLLM's internals on the engine's side: the device, and building on the meta device.
 
-A new vLLM release is mended here, in key.py and in weightcached/loader/rank.py.
+A new vLLM release is mended here, in hooks.py, in key.py and in weightcached/loader/rank.py.
 """
 
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-
-from weightcached.errors import UnsupportedQuantForIPCError
 
 
 def stage_of_platform() -> str:
@@ -148,54 +145,3 @@ def freeze_heap() -> None:
     when it ends.
     """
     gc.freeze()
-
-
-def run_hooks(model: nn.Module, model_config: Any, device: torch.device, *, stage: str) -> None:
-    """Post-processing as the stage needs it: whole on `loaded` weights, rebuilding only Python state on `processed`."""
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    with set_default_torch_dtype(model_config.dtype):
-        if stage == "loaded":
-            process_weights_after_loading(model, model_config, device)
-            return
-        from vllm.model_executor.utils import weights_already_processed
-
-        with weights_already_processed(), _hooks_left_out(model):
-            process_weights_after_loading(model, model_config, device)
-
-
-@contextmanager
-def _hooks_left_out(model: nn.Module) -> Iterator[None]:
-    """Leave out the hooks of methods that cannot run on processed weights.
-
-    What such a hook would have done is bound and restored from the index instead, and proven like everything else.
-    """
-    replaced = {_SUPPORTS: True, "process_weights_after_loading": _nothing}
-    left_out: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None or getattr(method, _SUPPORTS, True):
-            continue
-        if isinstance(inspect.getattr_static(type(method), _SUPPORTS, None), property):
-            raise UnsupportedQuantForIPCError(
-                f"{name or '<root>'}: {type(method).__name__} does not run on processed weights, and says so in a way "
-                "that cannot be answered; load this model from disk"
-            )
-        attributes = vars(method)
-        left_out.append((attributes, {key: attributes[key] for key in replaced if key in attributes}))
-        attributes.update(replaced)
-    try:
-        yield
-    finally:
-        for attributes, before in left_out:
-            for key in replaced:
-                del attributes[key]
-            attributes.update(before)
-
-
-_SUPPORTS = "supports_pre_processed_weights"
-
-
-def _nothing(layer: nn.Module) -> None:
-    pass

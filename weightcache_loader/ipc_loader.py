@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from weightcache_loader import attach as binding
 from weightcache_loader import client, engine, fallback
+from weightcache_loader.hooks import PostProcessing
 from weightcache_loader.key import build_key
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
@@ -217,9 +218,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         mapping, device = self._map(attachment)
         try:
             storages = binding.Storages(index, mapping, device, copy=self.options.mode == "copy")
-            hooks = time.perf_counter()
-            binder = binding.Binder(model, index, storages)
-            binder.attach(lambda: engine.run_hooks(model, model_config, device, stage=index.stage))
+            mapped = time.perf_counter()
+            binding.Binder(model, index, storages).attach(PostProcessing(model_config, device, stage=index.stage))
         finally:
             # The tensors keep what they need.
             mapping.close()
@@ -228,7 +228,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             "attached %s generation %d: %d tensors, %.2f GiB in %d segments (%s); "
             "build %.0f ms, map %.0f ms, bind %.0f ms",
             attachment.ready.cache, attachment.ready.generation, len(index.tensors), index.nbytes / 2**30,
-            len(index.segments), self.options.mode, 1e3 * (built - began), 1e3 * (hooks - built), 1e3 * (done - hooks),
+            len(index.segments), self.options.mode, 1e3 * (built - began), 1e3 * (mapped - built),
+            1e3 * (done - mapped),
         )  # fmt: skip
         return model
 

@@ -4,21 +4,27 @@ Paths read as Python would reach them: `model.layers.0.mlp.quant_method.kernel.w
 `tables['cos']`. A module's children, parameters and buffers are dotted as torch dots them.
 
 What belongs to the model: modules, their parameters and buffers, and whatever hangs in the attributes of modules and
-of vLLM's own objects below them (quantization methods, schemes, kernels, attention implementations). What belongs to
-the process and is passed over: configuration, process groups, platforms, streams, loggers, functions, KV caches.
+of the objects of vLLM and its plug-ins below them (quantization methods, schemes, kernels, attention implementations).
+What belongs to the process and is passed over: configuration, process groups, platforms, streams, loggers, KV caches,
+objects of torch and of the standard library. Of functions, and of what hangs on tensors for weight loading, only the
+tensors count that are held there.
 Every object is visited once, so cycles end and shared objects count where they are met first.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from weightcache_loader.values import NotAValue, to_wire
+from weightcached.index import Kind
 
 # Modules of vLLM whose objects are the process's, not the model's.
 _PROCESS_MODULES = (
@@ -36,6 +42,11 @@ _PROCESS_MODULES = (
     "vllm.v1.kv_cache_interface",
     "vllm.v1.worker",
 )
+# Packages whose objects hold no tensors of the model, or are each process's own.
+_PASSED_OVER = sys.stdlib_module_names | {
+    "PIL", "compressed_tensors", "cuda", "flashinfer", "huggingface_hub", "msgspec", "numpy", "nvtx", "pydantic", "ray",
+    "regex", "tokenizers", "torch", "torchvision", "tqdm", "transformers", "transformers_modules", "triton", "zmq",
+}  # fmt: skip
 # torch.nn.Module's own bookkeeping, and attributes that each engine fills for itself.
 _SKIPPED_ATTRIBUTES = frozenset(
     {
@@ -50,11 +61,11 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 class TensorSlot(NamedTuple):
-    """A tensor and where it hangs. `kind` is parameter, buffer or attribute."""
+    """A tensor and where it hangs."""
 
     path: str
     tensor: torch.Tensor
-    kind: str
+    kind: Kind
     persistent: bool
 
 
@@ -69,14 +80,33 @@ class ValueSlot(NamedTuple):
 Slot = TensorSlot | ValueSlot
 
 
+class _Seen(set[int]):
+    """Identities of what has been visited. `later` is visited at the end, for tensors alone, by path."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(id(module) for module in model.modules())
+        self.later: list[tuple[str, Any]] = []
+
+    def first_time(self, value: Any) -> bool:
+        if id(value) in self:
+            return False
+        self.add(id(value))
+        return True
+
+
 def walk(model: nn.Module) -> Iterator[Slot]:
     """Every slot of the model, modules in torch's order, tied names included."""
-    seen: set[int] = {id(module) for module in model.modules()}
+    seen = _Seen(model)
     for name, module in _named_modules("", model, ()):
-        yield from _registered(name, module)
+        yield from _registered(name, module, seen)
     for name, module in model.named_modules():
         yield ValueSlot(name or "<root>", {"$type": type_name(type(module))}, restorable=False)
         yield from _attributes(name, vars(module), seen, in_module=True)
+    while seen.later:
+        path, value = seen.later.pop(0)
+        slots = (slot for slot in _value(path, value, seen) if isinstance(slot, TensorSlot))
+        # vLLM keeps tensors without memory there, for reloading weights.
+        yield from (slot for slot in slots if not slot.tensor.is_meta)
 
 
 def _named_modules(prefix: str, module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
@@ -102,12 +132,13 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _registered(prefix: str, module: nn.Module) -> Iterator[Slot]:
+def _registered(prefix: str, module: nn.Module, seen: _Seen) -> Iterator[Slot]:
     for name, param in module._parameters.items():
         if param is None:
             yield ValueSlot(join(prefix, name), None, restorable=True)
         else:
             yield TensorSlot(join(prefix, name), param, "parameter", persistent=True)
+            _hung_on(join(prefix, name), param, seen)
     for name, buffer in module._buffers.items():
         if buffer is None:
             yield ValueSlot(join(prefix, name), None, restorable=True)
@@ -116,22 +147,30 @@ def _registered(prefix: str, module: nn.Module) -> Iterator[Slot]:
             yield TensorSlot(join(prefix, name), buffer, "buffer", persistent)
 
 
-def _attributes(prefix: str, attributes: dict[str, Any], seen: set[int], *, in_module: bool) -> Iterator[Slot]:
+def _hung_on(path: str, tensor: torch.Tensor, seen: _Seen) -> None:
+    # Mostly numbers and functions for weight loading, which differ between a loaded and an attached model.
+    attributes = vars(tensor)
+    if attributes and seen.first_time(attributes):
+        held = ((name, v) for name, v in attributes.items() if type(v) not in _SCALARS and not callable(v))
+        seen.later += [(join(path, name), value) for name, value in held]
+
+
+def _attributes(prefix: str, attributes: dict[str, Any], seen: _Seen, *, in_module: bool) -> Iterator[Slot]:
     for name, value in list(attributes.items()):
         if name in _SKIPPED_ATTRIBUTES or (in_module and name.endswith(("_hooks", "_hooks_with_kwargs"))):
             continue
         yield from _value(join(prefix, name), value, seen)
 
 
-def _value(path: str, value: Any, seen: set[int]) -> Iterator[Slot]:
+def _value(path: str, value: Any, seen: _Seen) -> Iterator[Slot]:
     if type(value) in _SCALARS:
         # Nine of ten attributes, and an engine walks its model while it starts.
         yield ValueSlot(path, value, restorable=True)
     elif isinstance(value, torch.Tensor):
         yield TensorSlot(path, value, "attribute", persistent=False)
+        _hung_on(path, value, seen)
     elif isinstance(value, list | tuple | dict) and _holds_objects(value):
-        if id(value) not in seen:
-            seen.add(id(value))
+        if seen.first_time(value):
             yield ValueSlot(path, {"$type": type_name(type(value)), "$len": len(value)}, restorable=False)
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:
@@ -142,19 +181,47 @@ def _value(path: str, value: Any, seen: set[int]) -> Iterator[Slot]:
         yield from _foreign_module(path, value, seen)
     elif _is_callable_reference(value):
         yield ValueSlot(path, {"$callable": getattr(value, "__qualname__", type_name(type(value)))}, restorable=False)
+        if seen.first_time(value):
+            seen.later += _captured(path, value)
     elif not _is_process_object(value):
         yield from _object(path, value, seen)
 
 
-def _object(path: str, value: Any, seen: set[int]) -> Iterator[Slot]:
+def _captured(path: str, function: Any) -> Iterator[tuple[str, Any]]:
+    """What a callable holds besides its code, by the path that leads there."""
+    if isinstance(function, functools.partial):
+        yield f"{path}.func", function.func
+        yield from ((f"{path}.args[{n}]", value) for n, value in enumerate(function.args))
+        yield from ((f"{path}.keywords[{name!r}]", value) for name, value in function.keywords.items())
+    elif isinstance(function, MethodType):
+        yield f"{path}.__self__", function.__self__
+    elif isinstance(function, FunctionType):
+        for number, cell in enumerate(function.__closure__ or ()):
+            try:
+                yield f"{path}.__closure__[{number}].cell_contents", cell.cell_contents
+            except ValueError:
+                # Not filled yet.
+                continue
+
+
+def _object(path: str, value: Any, seen: _Seen) -> Iterator[Slot]:
     yield ValueSlot(path, {"$type": type_name(type(value))}, restorable=False)
-    if id(value) in seen or not _belongs_to_model(type(value)):
+    if not _belongs_to_model(type(value)) or not seen.first_time(value):
         return
-    seen.add(id(value))
-    yield from _attributes(path, getattr(value, "__dict__", {}), seen, in_module=False)
+    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    yield from _attributes(path, slots | getattr(value, "__dict__", {}), seen, in_module=False)
 
 
-def _foreign_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[Slot]:
+def _find_slots(cls: type) -> tuple[str, ...]:
+    declared = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
+    names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
+    return tuple(name for name in dict.fromkeys(names) if not name.startswith("__"))
+
+
+_slots: Callable[[type], tuple[str, ...]] = functools.cache(_find_slots)
+
+
+def _foreign_module(path: str, module: nn.Module, seen: _Seen) -> Iterator[Slot]:
     # A module of the tree, held once more, is only a reference; one outside the tree is walked like an object.
     yield ValueSlot(path, {"$type": type_name(type(module))}, restorable=False)
     if id(module) in seen:
@@ -164,7 +231,7 @@ def _foreign_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[Sl
         here = join(path, name) if name else path
         if child is not module:
             yield ValueSlot(here, {"$type": type_name(type(child))}, restorable=False)
-        yield from _registered(here, child)
+        yield from _registered(here, child, seen)
         yield from _attributes(here, vars(child), seen, in_module=True)
 
 
@@ -185,9 +252,17 @@ def _is_callable_reference(value: Any) -> bool:
     return callable(value) and not _belongs_to_model(type(value))
 
 
-def _belongs_to_model(cls: type) -> bool:
-    module = cls.__module__
-    return module.startswith("vllm.") and not module.startswith(_PROCESS_MODULES) and not issubclass(cls, enum.Enum)
+def _is_of_model(cls: type) -> bool:
+    if issubclass(cls, enum.Enum) or cls.__module__.startswith(_PROCESS_MODULES):
+        return False
+    if cls.__module__.startswith("vllm."):
+        return True
+    # A plug-in's. Its configuration, for one, has a base class of transformers.
+    bases = {base.__module__.split(".")[0] for base in cls.__mro__ if base is not object}
+    return not bases & (_PASSED_OVER - {"abc", "typing"})
+
+
+_belongs_to_model: Callable[[type], bool] = functools.cache(_is_of_model)
 
 
 def _is_process_object(value: Any) -> bool:

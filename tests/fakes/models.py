@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from weightcache_loader.attach import Binder, Storages, skeleton_of
+from weightcache_loader.attach import Binder, Hooks, Storages, skeleton_of
 from weightcached import index as index_format
 from weightcached.identity import CheckpointIdentity
-from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.index import LoadReport, ModulePlan, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
 from weightcached.key import WeightCacheKey
 from weightcached.loader import pack, proof
 from weightcached.segments.host import HostBackend, HostMapping
@@ -21,6 +21,23 @@ from weightcached.wire.fds import OwnedFd, close_all
 
 CPU = torch.device("cpu")
 Build = Callable[[], nn.Module]
+RunHooks = Callable[[Any], None]
+
+
+class AfterBinding:
+    """Post-processing that is one function, run after binding whatever the plans are."""
+
+    def __init__(self, run: RunHooks) -> None:
+        self._run = run
+
+    def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
+        pass
+
+    def after_binding(self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]) -> None:
+        self._run(model)
+
+
+NO_HOOKS = AfterBinding(lambda model: None)
 
 
 def an_index(
@@ -67,6 +84,11 @@ class Packed:
         """Build, change as post-processing would, and pack. `build` is called on the meta device for engines."""
         model = build()
         change(model)
+        return cls.of_loaded(model, build)
+
+    @classmethod
+    def of_loaded(cls, model: nn.Module, build: Build) -> Self:
+        """Pack a model, which has no usable tensors afterwards."""
         loaded = proof.snapshot(model)
         records, sources = pack.describe(model)
         packed = pack.pack(records, sources, HostBackend(), lambda done, total: None)
@@ -85,22 +107,23 @@ class Packed:
     def map(self) -> HostMapping:
         return HostBackend().map([fd.dup() for fd in self.fds], [s.nbytes for s in self.index.segments])
 
-    def attach(self, run_hooks: Callable[[Any], None] = lambda model: None, *, copy: bool = False) -> Any:
+    def attach(self, hooks: Hooks | RunHooks = NO_HOOKS, *, copy: bool = False) -> Any:
         """A new model of an engine."""
         mapping = self.map()
         model = on_meta(self.build)
-        Binder(model, self.index, Storages(self.index, mapping, CPU, copy=copy)).attach(lambda: run_hooks(model))
+        Binder(model, self.index, Storages(self.index, mapping, CPU, copy=copy)).attach(_as_hooks(hooks))
         mapping.close()
         return model
 
-    def prove(self, run_hooks: Callable[[Any], None] = lambda model: None) -> TensorIndex:
+    def prove(self, hooks: Hooks | RunHooks = NO_HOOKS, plans: Sequence[ModulePlan] = ()) -> TensorIndex:
         """The loader's proof, with this snapshot and index."""
         with ExitStack() as stack:
             mapping = self.map()
             stack.callback(mapping.close)
             return proof.prove(
-                self.loaded, self.index, mapping, CPU, build=lambda: on_meta(self.build), run_hooks=run_hooks
-            )
+                self.loaded, self.index, mapping, CPU,
+                built=lambda: nullcontext(on_meta(self.build)), hooks=_as_hooks(hooks), plans=plans,
+            )  # fmt: skip
 
     def close(self) -> None:
         close_all(self.fds)
@@ -110,6 +133,10 @@ class Packed:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _as_hooks(hooks: Hooks | RunHooks) -> Hooks:
+    return AfterBinding(hooks) if callable(hooks) else hooks
 
 
 def on_meta(build: Build) -> nn.Module:

@@ -1,14 +1,281 @@
-"""Hooks of quantization methods that cannot run on processed weights are left out, and put back."""
+"""Post-processing hooks by plan, with real vLLM layers and a quantization method that a plug-in registers."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+import torch
 from torch import nn
 
-from weightcache_loader.engine import _hooks_left_out
+from bench.checkpoints import llama_config, write_checkpoint
+from tests.fakes.models import CPU, Packed
+from weightcache_loader import engine, hooks
+from weightcache_loader.hooks import HookFailure, HooksFailedError, PostProcessing
 from weightcached.errors import UnsupportedQuantForIPCError
+from weightcached.index import ModulePlan, PlanName, TensorIndex
+from weightcached.job import LoaderJob
+
+REFUSED = "; this model cannot be attached, load it from disk"
+PLUG_IN = "tests.fakes.plug_in"
+NOT_OFFERED = "rerun: not offered"
+NO_ITEM = f"{NOT_OFFERED}; replay: RuntimeError: Tensor.item() cannot be called on meta tensors"
+WRITES = "rerun: SharedWriteError: the operator aten.copy_.default writes into a tensor that engines share"
+SUITED = {"qkv_proj": "Turning", "o_proj": "Measuring", "gate_up_proj": "InPlace", "down_proj": "Turning"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm() -> Iterator[None]:
+    # What vLLM warns of while it is imported and configured is not this file's.
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setenv("VLLM_NO_USAGE_STATS", "1")
+        # As vLLM's CPU worker has it: there is no accelerator.
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        import tests.fakes.plug_in  # noqa: F401
+
+        yield
+
+
+class Model(NamedTuple):
+    """A model of a checkpoint whose layers are post-processed as `methods` says."""
+
+    packed: Packed
+    hooks: PostProcessing
+    plans: list[ModulePlan]
+    outputs: dict[str, torch.Tensor]
+
+    def prove(self, **changed: Any) -> TensorIndex:
+        packed = self.packed.but(index=msgspec.structs.replace(self.packed.index, **changed))
+        return packed.prove(self.hooks, self.plans)
+
+    def attach(self, index: TensorIndex) -> Any:
+        return self.packed.but(index=index).attach(self.hooks)
+
+
+Load = Callable[..., Model]
+
+
+@pytest.fixture(scope="module")
+def load(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """Load a tiny Llama as the processed stage does, on the CPU."""
+    from weightcached.loader import rank
+
+    path = tmp_path_factory.mktemp("model")
+    config = llama_config(
+        hidden=256, intermediate=512, layers=2, heads=8, kv_heads=4, vocab=512, dtype="bfloat16", tied=False
+    )
+    config["quantization_config"] = {"quant_method": "weightcached-test", "methods": SUITED}
+    write_checkpoint(path, config, shards=1, seed=3)
+    (path / "config.json").write_text(json.dumps(config))
+    job = LoaderJob(
+        device="cpu0", cache="t/target", role="target", generation=1, spec_digest="", rank=0, boot_id="", socket_fd=0,
+        engine={"model": str(path), "max_model_len": 256},
+    )  # fmt: skip
+    vllm_config = rank.create_vllm_config(job)
+    model_config = vllm_config.model_config
+    made: list[Packed] = []
+
+    def load(**changed: str) -> Model:
+        methods = SUITED | changed
+
+        def build() -> nn.Module:
+            vllm_config.quant_config.methods = methods
+            with engine.isolated_build(vllm_config, keep=False):
+                built: nn.Module = engine.build_on_meta(vllm_config, model_config)
+                return built
+
+        vllm_config.quant_config.methods = methods
+        with engine.isolated_build(vllm_config, keep=False):
+            model = rank.load_for_stage(vllm_config, model_config, "processed", lambda nbytes: None)
+        post = PostProcessing(model_config, CPU, stage="processed")
+        outputs = outputs_of(model)
+        made.append(Packed.of_loaded(model, build))
+        return Model(made[-1], post, post.first_plans(build()), outputs)
+
+    with rank.solo_rank(vllm_config, 0):
+        yield load
+    for packed in made:
+        packed.close()
+
+
+def outputs_of(model: Any) -> dict[str, torch.Tensor]:
+    """What each linear layer computes for one input."""
+    outputs = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in SUITED:
+            x = torch.linspace(-1, 1, 2 * module.input_size, dtype=torch.bfloat16).reshape(2, -1)
+            outputs[name] = module.quant_method.apply(module, x)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def suited(load: Load) -> Model:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def proven(suited: Model) -> TensorIndex:
+    return suited.prove()
+
+
+def plan_of(index: TensorIndex, module: str) -> tuple[str, str, list[str], str]:
+    (plan,) = [plan for plan in index.modules if plan.module == module]
+    return plan.plan, plan.method, list(plan.values), plan.reason
+
+
+# ---- which plan
+
+
+def test_each_hook_gets_the_first_plan_that_passes(proven: TensorIndex) -> None:
+    layer = "model.layers.1"
+    assert plan_of(proven, "lm_head") == ("rerun", f"{PLUG_IN}.Embedding", [], "")
+    assert plan_of(proven, f"{layer}.self_attn.qkv_proj") == ("replay", f"{PLUG_IN}.Turning", [], NOT_OFFERED)
+    assert plan_of(proven, f"{layer}.mlp.gate_up_proj") == ("replay", f"{PLUG_IN}.InPlace", [], WRITES)
+    o_proj = f"{layer}.self_attn.o_proj"
+    assert plan_of(proven, o_proj) == ("restore", f"{PLUG_IN}.Measuring", [f"{o_proj}.largest"], NO_ITEM)
+
+
+def test_hooks_of_attention_layers_have_plans_too(proven: TensorIndex) -> None:
+    attention = "vllm.model_executor.layers.attention.attention.Attention"
+    assert plan_of(proven, "model.layers.0.self_attn.attn") == ("rerun", attention, [], "")
+    assert len(proven.modules) == 2 * 4 + 2 + 2
+
+
+def test_attached_layers_compute_what_loaded_ones_did(suited: Model, proven: TensorIndex) -> None:
+    outputs = outputs_of(suited.attach(proven))
+    assert list(outputs) == list(suited.outputs)
+    for name, output in suited.outputs.items():
+        assert torch.equal(outputs[name], output), name
+
+
+def test_engine_runs_the_hooks_to_replay_and_no_others(
+    suited: Model, proven: TensorIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.fakes import plug_in
+
+    ran = []
+    for cls in (plug_in.Turning, plug_in.Measuring, plug_in.InPlace, plug_in.Embedding):
+        hook = cls.__dict__["process_weights_after_loading"]
+
+        @functools.wraps(hook)
+        def noting(self: Any, layer: Any, hook: Any = hook) -> None:
+            ran.append((type(self).__name__, layer.weight.is_meta))
+            hook(self, layer)
+
+        monkeypatch.setattr(cls, "process_weights_after_loading", noting)
+    suited.attach(proven)
+    assert ran == [("Turning", True), ("InPlace", True), ("Turning", True)] * 2 + [("Embedding", False)] * 2
+
+
+def test_methods_are_as_they_were_afterwards(suited: Model, proven: TensorIndex) -> None:
+    from tests.fakes import plug_in
+
+    layer = suited.attach(proven).model.layers[0]
+    assert type(layer.self_attn.o_proj.quant_method) is plug_in.Measuring
+    assert not layer.self_attn.o_proj.quant_method.supports_pre_processed_weights
+    assert "process_weights_after_loading" not in vars(layer.self_attn.attn)
+
+
+# ---- what no plan brings to an engine
+
+
+def test_method_that_no_plan_serves_is_refused_by_name(load: Load) -> None:
+    with pytest.raises(UnsupportedQuantForIPCError) as e:
+        load(o_proj="MeasuringKernel").prove()
+    assert str(e.value) == (
+        "model.layers.0.self_attn.o_proj.kernel.weight: nothing here to hang the tensor on ('RowParallelLinear' object "
+        f"has no attribute 'kernel') ({PLUG_IN}.MeasuringKernel of model.layers.0.self_attn.o_proj: {NO_ITEM}){REFUSED}"
+    )
+
+
+def test_engine_without_a_plan_for_a_hook_does_not_attach(suited: Model, proven: TensorIndex) -> None:
+    without = [plan for plan in proven.modules if plan.module != "model.layers.1.self_attn.attn"]
+    with pytest.raises(UnsupportedQuantForIPCError) as e:
+        suited.attach(msgspec.structs.replace(proven, modules=without))
+    assert str(e.value) == (
+        "model.layers.1.self_attn.attn: the index has no plan for the hook of "
+        "vllm.model_executor.layers.attention.attention.Attention"
+    )
+
+
+def test_engine_whose_hook_fails_does_not_attach(suited: Model, proven: TensorIndex) -> None:
+    other = [
+        msgspec.structs.replace(plan, plan="replay", values={}) if plan.method.endswith("Measuring") else plan
+        for plan in proven.modules
+    ]
+    with pytest.raises(HooksFailedError) as e:
+        suited.attach(msgspec.structs.replace(proven, modules=other))
+    assert str(e.value) == (
+        f"model.layers.0.self_attn.o_proj: the hook of {PLUG_IN}.Measuring failed: "
+        "RuntimeError: Tensor.item() cannot be called on meta tensors"
+    )
+    assert [failure.key[0] for failure in e.value.failures] == [
+        f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)
+    ]
+
+
+# ---- broken plans: an attribute, an alias and a stride, of a layer of each plan
+
+LAYERS = {
+    "rerun": ("lm_head", "weight"),
+    "replay": ("model.layers.1.self_attn.qkv_proj", "kernel.workspace"),
+    "restore": ("model.layers.1.self_attn.o_proj", "packed"),
+}
+
+
+@pytest.mark.parametrize("plan", LAYERS)
+def test_missing_attribute_is_caught(suited: Model, plan: str) -> None:
+    module, leaf = LAYERS[plan]
+    left = [record for record in suited.packed.index.tensors if record.names[0] != f"{module}.{leaf}"]
+    assert len(left) == len(suited.packed.index.tensors) - 1
+    with pytest.raises(UnsupportedQuantForIPCError, match="^" + f"{module}.{leaf}: missing".replace(".", r"\.")) as e:
+        suited.prove(tensors=left)
+    assert str(e.value).endswith(REFUSED)
+
+
+@pytest.mark.parametrize("plan", LAYERS)
+def test_broken_alias_is_caught(suited: Model, plan: str) -> None:
+    """The two names of one tensor become two tensors; where it has one, it becomes one with another tensor."""
+    module, leaf = LAYERS[plan]
+    records = list(suited.packed.index.tensors)
+    (at,) = [n for n, record in enumerate(records) if f"{module}.{leaf}" in record.names]
+    records[at] = msgspec.structs.replace(records[at], names=[*records[at].names, f"{module}.again"])
+    with pytest.raises(UnsupportedQuantForIPCError) as e:
+        suited.prove(tensors=records)
+    assert str(e.value).startswith(f"{module}.again: not in the loaded model")
+
+
+def test_broken_alias_of_what_a_replayed_hook_made_is_caught(suited: Model) -> None:
+    module = "model.layers.1.self_attn.qkv_proj"
+    records = list(suited.packed.index.tensors)
+    (at,) = [n for n, record in enumerate(records) if f"{module}.weight" in record.names]
+    assert records[at].names == [f"{module}.weight", f"{module}.kernel.weight"]
+    records[at : at + 1] = [msgspec.structs.replace(records[at], names=[name]) for name in records[at].names]
+    with pytest.raises(UnsupportedQuantForIPCError) as e:
+        suited.prove(tensors=records)
+    assert str(e.value).startswith(
+        f"{module}.kernel.weight: object shared with is {module}.kernel.weight, loaded as {module}.weight"
+    )
+
+
+@pytest.mark.parametrize("plan", LAYERS)
+def test_changed_stride_is_caught(suited: Model, plan: str) -> None:
+    module, leaf = LAYERS[plan]
+    records = list(suited.packed.index.tensors)
+    (at,) = [n for n, record in enumerate(records) if f"{module}.{leaf}" in record.names]
+    records[at] = msgspec.structs.replace(records[at], stride=[0] * len(records[at].stride))
+    with pytest.raises(UnsupportedQuantForIPCError) as e:
+        suited.prove(tensors=records)
+    assert str(e.value).startswith(f"{module}.{leaf}: stride is (0")
+
+
+# ---- standing in for methods
 
 
 class Method:
@@ -19,10 +286,6 @@ class Method:
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.ran += 1
-
-
-class Supporting(Method):
-    supports_pre_processed_weights = True
 
 
 class SaysByInstance(Method):
@@ -37,46 +300,51 @@ class SaysByProperty(Method):
         return False
 
 
-def model_of(*methods: Any) -> nn.Module:
-    model = nn.Module()
-    for number, method in enumerate(methods):
-        layer = nn.Module()
-        layer.quant_method = method
-        model.add_module(f"layer{number}", layer)
-    return model
+def as_vllm_does(method: Any, layer: nn.Module) -> None:
+    assert method.supports_pre_processed_weights
+    method.process_weights_after_loading(layer)
 
 
-def run(model: nn.Module) -> None:
-    # As vLLM does: refuse what does not support it, then call the hook.
-    for layer in model.children():
-        assert layer.quant_method.supports_pre_processed_weights
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-@pytest.mark.parametrize("kind", [Method, SaysByInstance])
-def test_hook_that_cannot_run_is_left_out_and_put_back(kind: type[Method]) -> None:
-    method, supporting = kind(), Supporting()
+@pytest.mark.parametrize("kind", [Method, SaysByInstance, SaysByProperty])
+@pytest.mark.parametrize(("plan", "times"), [("rerun", 1), ("replay", 0), ("restore", 0)])
+def test_hook_runs_again_only_by_its_plan(kind: type[Method], plan: Any, times: int) -> None:
+    method, layer = kind(), nn.Module()
     before = dict(vars(method))
-    with _hooks_left_out(model_of(method, supporting, method)):
-        run(model_of(method, supporting, method))
-    assert (method.ran, supporting.ran) == (0, 1)
-    assert vars(method) == before
+    failures: list[HookFailure] = []
+    with hooks.by_plan([(hooks.Hook("layer", method, layer, supports_rerun=False), plan)], failures):
+        as_vllm_does(method, layer)
+    assert (method.ran, failures) == (times, [])
+    assert vars(method) == before | {"ran": times}
+    assert type(method) is kind
     assert not method.supports_pre_processed_weights
-    method.process_weights_after_loading(nn.Module())
-    assert method.ran == 1
 
 
-def test_hooks_are_put_back_after_an_error() -> None:
-    method = Method()
-    with pytest.raises(KeyError), _hooks_left_out(model_of(method)):
-        raise KeyError
-    assert vars(method) == {"ran": 0}
+def test_layers_that_share_a_method_have_their_own_plans() -> None:
+    method, first, second, other = Method(), nn.Module(), nn.Module(), nn.Module()
+    plans: list[tuple[hooks.Hook, PlanName]] = [
+        (hooks.Hook("first", method, first, supports_rerun=False), "rerun"),
+        (hooks.Hook("second", method, second, supports_rerun=False), "replay"),
+    ]
+    with hooks.by_plan(plans, []):
+        as_vllm_does(method, second)
+        assert method.ran == 0
+        as_vllm_does(method, first)
+        assert method.ran == 1
+        as_vllm_does(method, other)
+        assert method.ran == 2, "what nobody has a plan for is called by another hook"
 
 
-def test_method_that_answers_by_a_property_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedQuantForIPCError) as e, _hooks_left_out(model_of(Supporting(), SaysByProperty())):
-        pass
-    assert str(e.value) == (
-        "layer1: SaysByProperty does not run on processed weights, and says so in a way that cannot be answered; "
-        "load this model from disk"
-    )
+def test_hook_that_raises_is_noted_and_put_back() -> None:
+    class Failing(Method):
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            raise KeyError("missing")
+
+    method, layer = Failing(), nn.Module()
+    failures: list[HookFailure] = []
+    hook = hooks.Hook("layer", method, layer, supports_rerun=True)
+    with hooks.by_plan([(hook, "rerun")], failures):
+        as_vllm_does(method, layer)
+    assert failures == [HookFailure(hook.key, "KeyError: 'missing'")]
+    with pytest.raises(ZeroDivisionError), hooks.by_plan([(hook, "rerun")], failures):
+        raise ZeroDivisionError
+    assert type(method) is Failing

@@ -447,7 +447,7 @@ def test_parameter_that_became_a_number_is_one() -> None:
 def test_proof_leaves_nothing_mapped() -> None:
     def build() -> Model:
         model = Model()
-        model.layer.large = torch.empty(SMALL_NBYTES)
+        model.layer.large_weight = torch.empty(SMALL_NBYTES)
         return model
 
     gc.collect()
@@ -460,7 +460,7 @@ def test_proof_leaves_nothing_mapped() -> None:
         assert mapped_segments() == before
         model = packed.attach()
         assert mapped_segments() == before + 1
-        assert model.layer.large.shape == (SMALL_NBYTES,)
+        assert model.layer.large_weight.shape == (SMALL_NBYTES,)
 
 
 def mapped_segments() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -369,13 +371,81 @@ def test_tensors_in_helper_objects_survive() -> None:
     assert model.layer.quant_method.kernel.shared is model.other.quant_method.shared
 
 
-def test_objects_that_are_not_the_models_are_passed_over() -> None:
-    class Foreign:
-        def __init__(self) -> None:
-            self.tensor = torch.empty(3)
+class OfAPlugIn:
+    """As a quantization method from outside vLLM and what it makes: any class that is not of a known library."""
 
-    with Packed.of(lambda: module(foreign=Foreign(), function=random_bytes)) as packed:
+    __slots__ = ("__dict__", "scale", "unset")
+
+    def __init__(self, **attributes: Any) -> None:
+        self.scale = torch.empty(2)
+        self.__dict__.update(attributes)
+
+
+def test_objects_of_a_plug_in_survive() -> None:
+    def build() -> nn.Module:
+        return module(layer=module(quant_method=OfAPlugIn(kernel=OfAPlugIn(workspace=torch.empty(3)))))
+
+    round_trip(
+        build,
+        "layer.quant_method.scale",
+        "layer.quant_method.kernel.scale",
+        "layer.quant_method.kernel.workspace",
+    )
+
+
+def test_objects_that_are_not_the_models_are_passed_over() -> None:
+    class Configuration(SimpleNamespace):
+        """As a plug-in's that derives from another library's."""
+
+    def build() -> nn.Module:
+        return module(
+            standard=SimpleNamespace(tensor=torch.empty(3)),
+            derived=Configuration(tensor=torch.empty(3)),
+            function=random_bytes,
+        )
+
+    with Packed.of(build) as packed:
         assert packed.index.tensors == []
+
+
+def test_tensors_that_functions_hold_survive() -> None:
+    def build() -> nn.Module:
+        bias = torch.empty(4)
+        helper = Helper(table=torch.empty(5))
+        return module(
+            route=functools.partial(torch.add, alpha=torch.empty(2)),
+            close=lambda x: x + bias,
+            method=MethodType(lambda self: self.table, helper),
+        )
+
+    model = round_trip(build, "route.keywords['alpha']", "close.__closure__[0].cell_contents", "method.__self__.table")
+    assert not model.close(torch.zeros(4)).is_meta
+
+
+def test_argument_that_a_function_holds_in_a_tuple_is_refused_by_name() -> None:
+    with Packed.of(lambda: module(route=functools.partial(torch.add, torch.ones(2)))) as packed:
+        assert refusal(packed.attach) == "route.args[0]: a tensor inside a tuple cannot be replaced"
+
+
+def test_tensors_that_hang_on_a_parameter_survive() -> None:
+    def build() -> nn.Module:
+        model = module(weight=parameter(4))
+        model.weight.quant_state = {0: OfAPlugIn(absmax=torch.empty(3))}
+        model.weight.weight_loader = lambda: model
+        return model
+
+    round_trip(build, "weight.quant_state[0].absmax", "weight.quant_state[0].scale")
+
+
+def test_what_the_loader_alone_hung_on_a_parameter_is_refused_by_name() -> None:
+    def change(model: Any) -> None:
+        model.weight.quant_state = {0: OfAPlugIn()}
+
+    with Packed.of(lambda: module(weight=parameter(4)), change) as packed:
+        assert refusal(packed.attach) == (
+            "weight.quant_state[0].scale: nothing here to hang the tensor on "
+            "('Parameter' object has no attribute 'quant_state')"
+        )
 
 
 def test_module_outside_the_tree_is_walked_with_its_children() -> None:

@@ -16,7 +16,8 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -179,6 +180,7 @@ def _check_checkpoint(job: LoaderJob) -> None:
 
 def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any) -> None:
     from weightcache_loader import attach, engine
+    from weightcache_loader.hooks import PostProcessing
     from weightcache_loader.key import build_key
     from weightcached.identity import changed_files, with_sample
     from weightcached.loader import pack, proof, rank
@@ -189,15 +191,10 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
     stage = engine.stage_of_platform()
     device = _device(backend)
 
-    def build() -> Any:
+    @contextmanager
+    def built() -> Iterator[Any]:
         with engine.isolated_build(vllm_config, keep=False):
-            return engine.build_on_meta(vllm_config, model_config)
-
-    def run_hooks(model: Any) -> None:
-        # On loaded weights the engine runs post-processing after this point, so the proof ends before it.
-        if stage == "processed":
-            with engine.isolated_build(vllm_config, keep=False):
-                engine.run_hooks(model, model_config, device, stage=stage)
+            yield engine.build_on_meta(vllm_config, model_config)
 
     total = sum(file.size for file in key.checkpoint.files)
     _check_memory(job, backend, total, vllm_config)
@@ -217,6 +214,11 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
         undo.callback(close_all, packed.fds)
         del model, sources
         daemon.phase("proving")
+        with built() as bare:
+            skeleton = attach.skeleton_of(bare)
+            hooks = PostProcessing(model_config, device, stage=stage)
+            plans = hooks.first_plans(bare)
+            del bare
         index = index_format.TensorIndex(
             software=f"weightcached {__version__}",
             backend=backend.name,
@@ -228,7 +230,7 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
             generation=job.generation,
             spec_digest=job.spec_digest,
             stage=stage,  # type: ignore[arg-type]
-            skeleton=attach.skeleton_of(build()),
+            skeleton=skeleton,
             key=key,
             segments=packed.segments,
             storages=packed.storages,
@@ -237,7 +239,7 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
         )
         mapping = backend.map([fd.dup() for fd in packed.fds], [s.nbytes for s in packed.segments])
         undo.callback(mapping.close)
-        index = proof.prove(loaded, index, mapping, device, build=build, run_hooks=run_hooks)
+        index = proof.prove(loaded, index, mapping, device, built=built, hooks=hooks, plans=plans)
         _hand_over(daemon, index, packed.fds, _peak_bytes(), counter.done)
 
 

@@ -17,16 +17,14 @@ from torch import nn
 from weightcache_loader.attach import NOT_THERE, current, resolve_owner
 from weightcache_loader.walk import TensorSlot, tensors, type_name
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
-from weightcached.index import SegmentRecord, StorageRecord, TensorRecord
+from weightcached.index import Kind, SegmentRecord, StorageRecord, TensorRecord
 from weightcached.loader.hashing import SegmentHasher
+from weightcached.mutable import why_written
 from weightcached.segments.api import Backend, WritableSegment
 from weightcached.segments.layout import Layout, Placement, StorageSpec, plan_segments
 from weightcached.wire.fds import OwnedFd, close_all
 
 Progress = Callable[[int, int], None]
-
-# Tensors by these names are scratch space, or calibrated while serving: an engine writes to them.
-_MUTABLE_NAMES = ("workspace", "locks", "running_")
 
 
 class Packed(NamedTuple):
@@ -39,11 +37,12 @@ class Packed(NamedTuple):
 
 
 class Source(NamedTuple):
-    """One storage of the loaded model and the names of the tensors over it."""
+    """One storage of the loaded model, and the names and kinds of the tensors over it."""
 
     storage: torch.UntypedStorage
     nbytes: int
     names: list[str]
+    kinds: list[Kind]
 
 
 def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
@@ -64,8 +63,10 @@ def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
         if storage.nbytes():
             number = sources.setdefault(storage._cdata, len(found))
             if number == len(found):
-                found.append(Source(storage, storage.nbytes(), []))
+                found.append(Source(storage, storage.nbytes(), [], []))
             found[number].names.extend(slot.path for slot in same)
+            # As its record says it, which is all that can be asked later.
+            found[number].kinds.append(same[0].kind)
         records.append(_record(same, number))
     return records, found
 
@@ -106,7 +107,7 @@ def _record(same: list[TensorSlot], storage: int | None) -> TensorRecord:
     is_subclass = isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter
     return TensorRecord(
         names=[slot.path for slot in same],
-        kind=first.kind,  # type: ignore[arg-type]
+        kind=first.kind,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=list(tensor.shape),
         stride=list(tensor.stride()),
@@ -126,7 +127,7 @@ def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, p
     progress: called with (bytes packed, bytes in all). Raises SegmentError and OutOfDeviceMemoryError.
     """
     layout = plan_segments(
-        [StorageSpec(source.nbytes, mutable=_is_mutable(source)) for source in sources],
+        [StorageSpec(source.nbytes, mutable=bool(why_written(source.names, source.kinds))) for source in sources],
         granularity=backend.granularity(),
     )
     done, total = 0, sum(source.nbytes for source in sources)
@@ -164,11 +165,6 @@ def _publish(segment: WritableSegment) -> OwnedFd:
         # A tensor over it may hang in a cycle. Not before each segment: a collection looks through all of vLLM's heap.
         gc.collect()
         return segment.publish()
-
-
-def _is_mutable(source: Source) -> bool:
-    leaves = (name.rpartition(".")[2] for name in source.names)
-    return any(mark in leaf for leaf in leaves for mark in _MUTABLE_NAMES)
 
 
 def _hasher(layout: Layout, backend: Backend) -> SegmentHasher:

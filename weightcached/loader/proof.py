@@ -2,24 +2,28 @@
 
 compare() looks at modules, parameters, buffers, attributes, quantization and kernel objects: path, type, kind,
 persistence, dtype, shape, stride, offset, which names are one object, which share a storage; bytes by digest. A
-restorable value that differs is recorded in the plan and the attach repeated; any other difference refuses the load.
+restorable value that differs is recorded in the plan and the attach repeated. Any other difference is answered by the
+next plan of the hook that it belongs to (plans.py), and refuses the load where there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
-from weightcache_loader.attach import Binder, Storages
+from weightcache_loader.attach import Binder, Hooks, PathError, Storages
+from weightcache_loader.hooks import HooksFailedError
 from weightcache_loader.walk import TensorSlot, ValueSlot, type_name, walk
-from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
+from weightcached.errors import SegmentError
 from weightcached.index import ModulePlan, TensorIndex
 from weightcached.loader.hashing import SegmentHasher
 from weightcached.loader.pack import plain_storage
+from weightcached.loader.plans import Difference, Plans
 from weightcached.segments.api import Mapping
 
 
@@ -61,40 +65,52 @@ _SIGNATURE = (
 )  # fmt: skip
 
 
-def first_tensor_difference(loaded: Snapshot, attached: Snapshot) -> str | None:
-    """The first difference between two models' tensors as `path: what`, or None."""
+def tensor_differences(loaded: Snapshot, attached: Snapshot) -> list[Difference]:
+    """Where the tensors of two models differ, in the order of the loaded one."""
+    found = []
     for path, ours in loaded.tensors.items():
         theirs = attached.tensors.get(path)
         if theirs is None:
-            return f"{path}: missing"
-        for what, a, b in zip(_SIGNATURE, ours, theirs, strict=True):
-            if a != b:
-                return f"{path}: {what} is {b}, loaded as {a}"
-    for path in attached.tensors:
-        if path not in loaded.tensors:
-            return f"{path}: not in the loaded model"
-    return None
+            found.append(Difference(path, "missing"))
+            continue
+        what = next(((w, a, b) for w, a, b in zip(_SIGNATURE, ours, theirs, strict=True) if a != b), None)
+        if what is not None:
+            found.append(Difference(path, f"{what[0]} is {what[2]}, loaded as {what[1]}"))
+    extra = (path for path in attached.tensors if path not in loaded.tensors)
+    return found + [Difference(path, "not in the loaded model") for path in extra]
 
 
-def value_differences(loaded: Snapshot, attached: Snapshot) -> tuple[dict[str, Any], str | None]:
-    """(values to restore by path, the first difference that cannot be restored as `path: what` or None)."""
+def value_differences(loaded: Snapshot, attached: Snapshot) -> tuple[dict[str, Any], list[Difference]]:
+    """(values to restore by path, differences that cannot be restored)."""
     restore: dict[str, Any] = {}
+    found = []
     for path, ours in loaded.values.items():
         theirs = attached.values.get(path)
         if theirs is not None and _same(theirs.wire, ours.wire):
             continue
-        if not ours.restorable:
-            return restore, f"{path}: is {theirs.wire if theirs else 'missing'}, loaded as {ours.wire}"
-        restore[path] = ours.wire
+        if ours.restorable:
+            restore[path] = ours.wire
+        else:
+            found.append(Difference(path, f"is {theirs.wire if theirs else 'missing'}, loaded as {ours.wire}"))
     for path, extra in attached.values.items():
         if path not in loaded.values and path not in loaded.tensors:
-            return restore, f"{path}: {extra.wire} is not in the loaded model"
-    return restore, None
+            found.append(Difference(path, f"{extra.wire} is not in the loaded model"))
+    return restore, found
 
 
 def _same(a: Any, b: Any) -> bool:
     # As encoded: for Python True equals 1 and 1.0, and NaN nothing.
     return msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
+
+
+class _NoHooks:
+    """On loaded weights an engine post-processes what it has bound, so the proof ends before that."""
+
+    def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
+        pass
+
+    def after_binding(self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]) -> None:
+        pass
 
 
 def prove(
@@ -103,30 +119,55 @@ def prove(
     mapping: Mapping,
     device: torch.device,
     *,
-    build: Callable[[], nn.Module],
-    run_hooks: Callable[[nn.Module], None],
+    built: Callable[[], AbstractContextManager[nn.Module]],
+    hooks: Hooks,
+    plans: Sequence[ModulePlan],
 ) -> TensorIndex:
-    """Attach, compare, and return the index with the plan that passed.
+    """Attach, compare, and return the index with the plans that passed.
 
-    build: makes a model on the meta device; run_hooks: what the engine runs between binding and use.
-    Raises UnsupportedQuantForIPCError naming the path of the first difference, SegmentError for wrong bytes.
+    A hook whose plan fails gets the next one of rerun, replay, restore, and the attach is done anew, on a new model.
+    built: a model on the meta device, for the time of the block; hooks: what the engine runs around binding; plans:
+    what to try first. Raises UnsupportedQuantForIPCError naming the path of the first difference, SegmentError for
+    wrong bytes.
     """
     if (wrong := first_wrong_storage(index, mapping, device)) is not None:
         raise SegmentError(f"{wrong}: the bytes in its segment do not have the digest that was made while packing")
-    for attempt in range(2):
-        model = build()
-        Binder(model, index, Storages(index, mapping, device, copy=False)).attach(lambda m=model: run_hooks(m))  # type: ignore[misc]
-        attached = snapshot(model)
-        if (difference := first_tensor_difference(loaded, attached)) is not None:
-            raise UnsupportedQuantForIPCError(f"{difference}; this model cannot be attached, load it from disk")
-        restore, difference = value_differences(loaded, attached)
-        if difference is not None or (restore and attempt):
-            difference = difference or f"{next(iter(restore))}: cannot be restored"
-            raise UnsupportedQuantForIPCError(f"{difference}; this model cannot be attached, load it from disk")
-        if not restore:
-            return index
-        index = msgspec.structs.replace(index, modules=_restoring(restore))
-    raise AssertionError("unreachable")
+    hooks = hooks if index.stage == "processed" else _NoHooks()
+    tried = Plans(plans)
+    # Each time round either a hook gets its next plan, or values are recorded, which happens once for a set of plans.
+    while True:
+        attempt = msgspec.structs.replace(index, modules=tried.records())
+        try:
+            attached = _attached(attempt, mapping, device, built, hooks)
+        except HooksFailedError as e:
+            tried.advance_hooks(e.failures, e)
+            continue
+        except PathError as e:
+            tried.advance_alike(e.path, e)
+            continue
+        restore, others = value_differences(loaded, attached)
+        differences = tensor_differences(loaded, attached) + others
+        if restore and tried.values and not differences:
+            differences = [Difference(path, "cannot be restored") for path in restore]
+        if differences:
+            tried.advance(differences)
+        elif restore:
+            tried.values = restore
+        else:
+            return attempt
+
+
+def _attached(
+    index: TensorIndex,
+    mapping: Mapping,
+    device: torch.device,
+    built: Callable[[], AbstractContextManager[nn.Module]],
+    hooks: Hooks,
+) -> Snapshot:
+    """What an engine has with this index. Its private tensors are freed before the next attempt copies them again."""
+    with built() as model:
+        Binder(model, index, Storages(index, mapping, device, copy=False)).attach(hooks)
+        return snapshot(model)
 
 
 def first_wrong_storage(index: TensorIndex, mapping: Mapping, device: torch.device) -> str | None:
@@ -143,11 +184,3 @@ def first_wrong_storage(index: TensorIndex, mapping: Mapping, device: torch.devi
                 if digest != index.storages[i].digest:
                     return names.get(i, f"storage {i}")
     return None
-
-
-def _restoring(values: dict[str, Any]) -> list[ModulePlan]:
-    by_owner: dict[str, dict[str, msgspec.Raw]] = {}
-    for path, wire in values.items():
-        owner = path.rpartition(".")[0]
-        by_owner.setdefault(owner, {})[path] = msgspec.Raw(msgspec.msgpack.encode(wire))
-    return [ModulePlan(module=owner, plan="restore", values=raw) for owner, raw in by_owner.items()]

@@ -1,0 +1,99 @@
+"""What an engine copies, and why: the rule, every row of the table of exceptions, and what an index says of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightcached.index import StorageRecord, TensorRecord
+from weightcached.mutable import EXCEPTIONS, NOT_A_PARAMETER, SMALL, reasons, why_written
+from weightcached.segments.layout import SMALL_NBYTES
+
+# As vLLM names them, with the layer that has them.
+WRITTEN = [
+    "model.layers.3.mlp.experts.quant_method.kernel.workspace",  # Marlin, w4a16
+    "model.layers.0.self_attn.attn.impl.kv_scratch",
+    "model.layers.0.mlp.experts.locks",
+    "encoder.layers.0.conv.norm.running_mean",
+    "model.layers.0.self_attn.attn._k_scale",
+    "model.layers.0.self_attn.attn._prob_scale",
+    "model.layers.0.mlp.experts._empty_topk_weights",
+    "model.layers.0.mlp.experts.expert_load_view",
+]
+READ = [
+    "model.layers.0.self_attn.rotary_emb.cos_sin_cache",
+    "model.layers.0.self_attn.rotary_emb.cos_sin_cache_bf16",
+    "model.layers.0.self_attn.rotary_emb.cos_sin_q_cache",
+    "visual.rotary_pos_emb.freqs_cache",
+    "model.layers.0.self_attn.mla_attn.W_UV",
+    "model.layers.0.self_attn.mla_attn.W_UK_T",
+    "model.layers.0.self_attn.mla_attn.W_K_scale",
+    "model.layers.0.mlp.gate._bf16x3_weight",
+    "model.layers.0.mlp.experts.w13_scale",
+    "model.layers.0.mlp.qzeros",
+    "model.layers.0.mlp.qkv.weight.bnb_quant_state[0].absmax",
+    "vpm.pos_embed",
+    "resampler.temporal_pos_embed",
+    "encoder.pos_enc",
+]
+# Scratch, states and per-request embeddings under names of their models' own.
+UNLISTED = [
+    "deepstack_input_embeds[0]",
+    "per_layer_embeddings",
+    "model.positions",
+    "model.hidden_states",
+    "model.layers.0.self_attn.indexer.topk_indices_buffer",
+    "canvas",
+    "model.layers.0.mixer.ssm_state",
+]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_forward_pass_writes_is_private(name: str, kind: str) -> None:
+    assert why_written([name], [kind]) not in ("", NOT_A_PARAMETER)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_only_read_is_shared(name: str, kind: str) -> None:
+    assert why_written([name], [kind]) == ""  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_what_nobody_listed_is_private_unless_it_is_a_parameter(name: str) -> None:
+    if "topk_indices" not in name:
+        assert why_written([name], ["attribute"]) == NOT_A_PARAMETER
+        assert why_written([name], ["parameter"]) == ""
+    assert why_written([name], ["buffer"]) != ""
+
+
+def test_view_of_a_parameter_is_shared_with_it() -> None:
+    assert why_written(["conv1d.weight", "conv_state_view"], ["parameter", "buffer"]) == ""
+
+
+def test_storage_with_one_tensor_that_is_written_is_private() -> None:
+    names = ["layer.weight", "layer.kernel.workspace"]
+    assert why_written(names, ["parameter", "attribute"]) == "workspace of a kernel"
+
+
+@pytest.mark.parametrize("row", EXCEPTIONS, ids=lambda row: row.reason)
+def test_every_exception_is_seen_in_these_tests(row: object) -> None:
+    leaves = [name.rpartition(".")[2].partition("[")[0] for name in WRITTEN + READ]
+    assert any(row.pattern.search(leaf) for leaf in leaves)  # type: ignore[attr-defined]
+
+
+def test_index_says_why_each_private_storage_is() -> None:
+    def record(name: str, kind: str, storage: int) -> TensorRecord:
+        return TensorRecord(names=[name], kind=kind, dtype="float32", shape=[1], stride=[1], storage=storage)  # type: ignore[arg-type]
+
+    tensors = [
+        record("weight", "parameter", 0),
+        record("bias", "parameter", 1),
+        record("small_buffer", "buffer", 2),
+        record("workspace", "attribute", 3),
+        record("hidden_states", "attribute", 4),
+        TensorRecord(names=["empty"], kind="buffer", dtype="float32", shape=[0], stride=[1]),
+    ]
+    sizes = [SMALL_NBYTES, 4, 4, 4, SMALL_NBYTES]
+    storages = [StorageRecord(0, 0, nbytes, bytes(16)) for nbytes in sizes]
+    assert reasons(tensors, storages) == {1: SMALL, 2: SMALL, 3: "workspace of a kernel", 4: NOT_A_PARAMETER}

@@ -1,0 +1,137 @@
+"""Where a post-processing hook runs on tensors that have no memory, and where it may not write into shared ones.
+
+on_meta() gives hooks the surroundings of the plan `replay`: what would go to a device goes to the meta device, custom
+operators take their fakes, and whatever needs values or addresses raises instead of making something up. WriteGuard is
+for the plan `rerun`. Which hook runs where is hooks.py's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators of torch itself; each has a meta implementation, or says that it has none.
+_TORCH_NAMESPACES = frozenset({"aten", "prim", "prims"})
+_META = torch.device("meta")
+
+
+class NoMetaError(NotImplementedError):
+    """A hook needs what a tensor without memory cannot give: a value, an address, or an operator's result."""
+
+
+class SharedWriteError(RuntimeError):
+    """A hook writes into a tensor that others map."""
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Run hooks on meta tensors. What they make on the host stays there and is real.
+
+    Raises NoMetaError inside the block, or torch's own error, for what needs values.
+    """
+    with ExitStack() as stack:
+        jit = sys.modules.get("triton.runtime.jit")
+        if jit is not None:
+            # A kernel launched with null pointers would take the device's context down with it.
+            stack.enter_context(mock.patch.object(jit.JITFunction, "run", _no_triton))
+        stack.enter_context(_Functions())
+        stack.enter_context(_Operators())
+        yield
+
+
+def _no_triton(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    name = getattr(getattr(kernel, "fn", kernel), "__name__", "?")
+    raise NoMetaError(f"the Triton kernel {name} cannot run on meta tensors")
+
+
+class _Functions(TorchFunctionMode):  # type: ignore[misc]
+    """Devices as they are asked for, before torch looks for them, and what never reaches the dispatcher: addresses."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.data_ptr and args[0].is_meta:
+            raise NoMetaError("the address of a meta tensor was asked for")
+        if func is torch.Tensor.cuda:
+            return args[0].to(_META)
+        if func is torch.Tensor.to:
+            args = tuple(_META if _is_device(value) else value for value in args)
+        return func(*args, **_device_is_meta(kwargs))
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device | str) and torch.device(value).type != "cpu"
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[misc]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Also what C++ code makes on a device.
+        kwargs = _device_is_meta(kwargs)
+        if _lacks_meta(func) and any(t.is_meta for t in _tensors_in(args, kwargs)):
+            if func._schema.returns:
+                raise NoMetaError(f"the operator {func} has no fake")
+            # Nothing but writing into its arguments, which have no memory.
+            return None
+        return func(*args, **kwargs)
+
+
+def _device_is_meta(kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    kwargs = dict(kwargs or {})
+    device = kwargs.get("device")
+    # A bare number counts devices of the accelerator.
+    if _is_device(device) or type(device) is int:
+        kwargs["device"] = _META
+    return kwargs
+
+
+def _lacks_meta(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCH_NAMESPACES:
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return not any(has(func.name(), key) for key in keys)
+
+
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+class WriteGuard(TorchDispatchMode):  # type: ignore[misc]
+    """Refuse operators that write into one of the `shared` storages, by address, before they do.
+
+    On a GPU the write would be an illegal memory access, which ends the process's context.
+    """
+
+    def __init__(self, shared: Collection[int]) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            self._check(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors_in((value,), {}):
+                if not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._shared:
+                    raise SharedWriteError(f"the operator {func} writes into a tensor that engines share")
