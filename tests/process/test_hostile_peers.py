@@ -160,8 +160,9 @@ def test_flood_of_connections_leaves_room_for_the_daemons_own_handshake(
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.env = {"WATCHDOG_USEC": "200000"}
     daemon.start()
-    with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(daemon.client()) for _ in range(512)]
+    with daemon.client() as first, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(crowd(daemon, 128))
         with raw(daemon) as late:
             refused = late.receive()
             assert late.closed_by_daemon()
@@ -171,11 +172,50 @@ def test_flood_of_connections_leaves_room_for_the_daemons_own_handshake(
         )
         for _ in range(3):
             daemon.notified("WATCHDOG=1")
-        assert clients[0].status().state == "ready"
+        assert first.status().state == "ready"
 
     until(lambda: len(daemon.descriptors()) < 100, "the daemon has let go of those who left")
     with others_are_served(daemon):
         pass
+
+
+@contextlib.contextmanager
+def crowd(daemon: DaemonProcess, size: int) -> Iterator[None]:
+    """A process with so many connections. Those that do not fit are refused, and kept."""
+    script = (
+        "import sys; from pathlib import Path; from tests.fakes.client import Client\n"
+        f"clients = [Client(Path(sys.argv[1])) for _ in range({size})]\n"
+        "print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(daemon.socket)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment()
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"\n"
+        yield
+
+
+def test_process_that_leaks_connections_leaves_room_for_the_others(daemon: DaemonProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(raw(daemon)) for _ in range(128)]
+        with raw(daemon) as late:
+            refused = late.receive()
+            assert late.closed_by_daemon()
+        assert refused == Refused(
+            code="busy",
+            message=f"process {os.getpid()} has 128 connections, the most for one process: close some, then try again",
+        )
+        script = (
+            "import sys; from pathlib import Path; from tests.fakes.client import Client\n"
+            "with Client.welcome(Path(sys.argv[1])) as client: print(client.status().state)"
+        )
+        command = [sys.executable, "-c", script, str(daemon.socket)]
+        other = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment())
+        assert other.stdout == "ready\n"
+        clients.pop().close()
+        until(lambda: sum("pidfd" in target for target in daemon.descriptors()) < 128, "there is room again")
+        assert daemon.status().state == "ready"
 
 
 def test_descriptors_sent_with_a_request_are_closed_with_the_connection(daemon: DaemonProcess) -> None:

@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import gc
 import logging
 import os
 import resource
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, listen, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.turns import Turns
 from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, DeviceBusyError, ManifestError, RuntimePathError
 from weightcached.paths import check_device, create_runtime_dir, lock_path, runtime_dir, socket_path
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
@@ -41,9 +44,15 @@ from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, Statu
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+MAX_RELOADS = 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The manager waits this much longer than we do for a stalled loader: we can say what stalled.
 _EXTEND_MARGIN_S = 15.0
+_SWITCH_INTERVAL_S = 0.001
+# About 1 ms between two looks at the sockets.
+_UNITS_PER_TURN = 4
+# A message of MAX_REQUEST_BYTES takes up to 15 ms: no more than one falls into the 50 ms of a status.
+_LARGE_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,7 @@ async def _live(
     options: Options, path: Path, listener: socket.socket, store: fdstore.FdStore, adopted: list[Generation]
 ) -> int:
     """From the bound socket to the exit status."""
+    _shorten_stalls()
     daemon = Daemon(options, path, listener, store, adopted)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -153,6 +163,16 @@ async def _live(
         await asyncio.gather(starting, return_exceptions=True)
         stopping.cancel()
         await daemon.stop()
+
+
+def _shorten_stalls() -> None:
+    """Python's own pauses on the event loop: a full collection took 10 ms, a thread may keep others out for 5 ms."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+
+ReloadResult = list[CacheOutcome] | ReloadReply | Refused
 
 
 class Daemon:
@@ -186,9 +206,12 @@ class Daemon:
         self._path = path
         self._since = time.time()
         self._idle_timeout_s = options.idle_timeout_s
-        self._server = Server(listener, self._open_session)
+        self.turns = Turns(units=_UNITS_PER_TURN)
+        self.large_turns = Turns(units=1, pause_s=_LARGE_PAUSE_S)
+        self._server = Server(listener, self._open_session, self.turns)
         self._started = asyncio.Event()
         self._reload_turn = asyncio.Lock()
+        self._reloads = 0
         self._tasks: set[asyncio.Task[object]] = set()
         for generation in adopted:
             self.caches.adopt(generation)
@@ -257,15 +280,24 @@ class Daemon:
 
     def reload_on_signal(self) -> None:
         log.info("reload asked by=SIGHUP")
+        # Where it is refused, one of those that wait will read the manifest as it is now.
         self.reload(force=False, only=[])
 
-    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused]:
-        """Begin a reload, which goes on whoever waits for it. Reloads run one after the other."""
+    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[ReloadResult] | Refused:
+        """Begin a reload, which goes on whoever waits for it. Reloads run one after the other.
+
+        Refused where too many wait already: peers that ask and leave must not pile them up.
+        """
+        if self._reloads >= MAX_RELOADS:
+            message = f"{MAX_RELOADS} reloads wait for their turn already: try again when they are over"
+            return Refused(code="busy", message=message)
+        self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only))
+        task.add_done_callback(self._reload_ended)
         self._keep(task)
         return task
 
-    async def _reload(self, *, force: bool, only: list[str]) -> list[CacheOutcome] | ReloadReply | Refused:
+    async def _reload(self, *, force: bool, only: list[str]) -> ReloadResult:
         # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
         await self._started.wait()
         async with self._reload_turn:
@@ -278,6 +310,9 @@ class Daemon:
                 return Refused(code="unknown-cache", message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
+
+    def _reload_ended(self, _: asyncio.Task[ReloadResult]) -> None:
+        self._reloads -= 1
 
     # ---- inspection
 

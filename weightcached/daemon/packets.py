@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, send_packet
+from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, recv_unread, send_packet
 
 # How long a sender waits when too many descriptors of this user are in flight (unix(7), ETOOMANYREFS).
 _IN_FLIGHT_RETRY_S = 0.05
+_CONNECT_RETRY_S = 0.001
 
 
 def _wake(turn: asyncio.Future[None]) -> None:
@@ -42,13 +43,24 @@ async def _writable(fd: int) -> None:
 
 async def recv(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES) -> Packet:
     """The next packet; raises as recv_packet() does. No deadline of its own."""
-    # One turn of the loop per packet, or a peer that floods would be the only one served.
+    # One turn of the loop per packet, or whoever floods would be the only one served.
     await asyncio.sleep(0)
     while True:
         try:
             return recv_packet(sock, max_fds=max_fds, max_large_bytes=max_large_bytes)
         except BlockingIOError:
             await readable(sock.fileno())
+
+
+async def recv_in_turn(sock: socket.socket, turn: Callable[[], Awaitable[None]]) -> Packet:
+    """The next packet, taken from the socket once it is there and `turn()` has returned; see recv_unread()."""
+    while True:
+        await readable(sock.fileno())
+        await turn()
+        try:
+            return recv_unread(sock, max_fds=0)
+        except BlockingIOError:
+            continue
 
 
 async def send(sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, timeout_s: float) -> None:
@@ -89,8 +101,9 @@ async def connect(path: str, *, timeout_s: float) -> socket.socket:
                     sock.connect(path)
                     return sock
                 except BlockingIOError:
-                    # The listener's backlog is full; nothing tells when it no longer is.
-                    await asyncio.sleep(0.02)
+                    # The listener's backlog is full; nothing tells when it no longer is. Where peers fill it, too,
+                    # places are taken as soon as they are free.
+                    await asyncio.sleep(_CONNECT_RETRY_S)
     except BaseException:
         sock.close()
         raise

@@ -1,6 +1,6 @@
 """The listening socket: accept peers, refuse strangers and crowds, give each of the others a Session.
 
-Owns the socket and the connections; what is said on them is session.py's.
+Owns the socket and the connections; what is said on them is session.py's, who is served when is turns.py's.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import os
 import resource
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from weightcached.daemon import packets
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
+from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Turns
 from weightcached.errors import ProtocolError, RuntimePathError
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, decode_reply, encode
@@ -25,12 +28,16 @@ from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
+# An engine needs one for each rank in its process. One that leaks them leaves room for the others.
+MAX_CONNECTIONS_OF_PROCESS = 128
 # Kept free of peers: to start a loader (10), for our own handshake (3), to reach the descriptor store (3), and as
 # many again for what libraries open for a moment.
 _RESERVED_DESCRIPTORS = 32
 _BACKLOG = 256
 # Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
 _ACCEPT_PAUSE_S = 0.2
+# So many are taken from the backlog before others get a turn: each costs little, and nobody can be served in it.
+_ACCEPT_AT_ONCE = 16
 HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
 
 
@@ -69,10 +76,15 @@ def _unlink_stale(path: Path) -> None:
 class Server:
     """Serves every connection of `listener` in a task of its own. `open_session` makes the Session for a peer."""
 
-    def __init__(self, listener: socket.socket, open_session: Callable[[socket.socket, Peer], Session]) -> None:
+    def __init__(
+        self, listener: socket.socket, open_session: Callable[[socket.socket, Peer], Session], turns: Turns
+    ) -> None:
         self._listener = listener
         self._open_session = open_session
+        self._turns = turns
         self._connections: set[asyncio.Task[None]] = set()
+        # By pid. The 0 of processes that cannot be seen from here is not counted: they are many.
+        self._of_process: Counter[int] = Counter()
         # The kernel gives the lowest free number, so a number tells how many are taken.
         self._first_reserved = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS
         self._accepting: asyncio.Task[None] | None = None
@@ -92,10 +104,12 @@ class Server:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _accept(self) -> None:
+        at_once = 0
         while True:
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
+                at_once = 0
                 await packets.readable(self._listener.fileno())
             except ConnectionAbortedError:
                 continue
@@ -104,8 +118,10 @@ class Server:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
                 self._welcome(sock)
-                # A flood of connections must leave turns to those who are connected.
-                await asyncio.sleep(0)
+                at_once = (at_once + 1) % _ACCEPT_AT_ONCE
+                if at_once == 0:
+                    # A flood of connections must leave turns to those who are connected.
+                    await asyncio.sleep(0)
 
     def _welcome(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -116,27 +132,46 @@ class Server:
             _refuse(sock, Refused(code="peer", message=str(e)))
             return
         # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
-        limit = self._limit_reached(sock)
+        limit = self._limit_reached(sock, peer)
         if limit and peer.pid != os.getpid():
             log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
-            peer.close()
-            message = f"this daemon has {limit}: close some, then try again"
-            _refuse(sock, Refused(code="busy", message=message))
+            _refuse(sock, Refused(code="busy", message=f"{limit}: close some, then try again"))
             return
+        peer.follow(sock)
         task = asyncio.create_task(self._serve(sock, peer))
         self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._of_process[peer.pid] += 1
+        task.add_done_callback(partial(self._ended, peer.pid))
 
-    def _limit_reached(self, sock: socket.socket) -> str:
+    def _ended(self, pid: int, connection: asyncio.Task[None]) -> None:
+        self._connections.discard(connection)
+        self._of_process[pid] -= 1
+        if not self._of_process[pid]:
+            del self._of_process[pid]
+
+    def _limit_reached(self, sock: socket.socket, peer: Peer) -> str:
         """Why one more connection is too many, or ""."""
+        if peer.pid and self._of_process[peer.pid] >= MAX_CONNECTIONS_OF_PROCESS:
+            return f"process {peer.pid} has {MAX_CONNECTIONS_OF_PROCESS} connections, the most for one process"
         if len(self._connections) >= MAX_CONNECTIONS:
-            return f"{MAX_CONNECTIONS} connections, the most it takes"
+            return f"this daemon has {MAX_CONNECTIONS} connections, the most it takes"
         if sock.fileno() >= self._first_reserved:
             allowed = "the most that its limit of open files allows (LimitNOFILE=, ulimit -n)"
-            return f"{len(self._connections)} connections, {allowed}"
+            return f"this daemon has {len(self._connections)} connections, {allowed}"
         return ""
 
     async def _serve(self, sock: socket.socket, peer: Peer) -> None:
+        account = self._turns.account(peer.pid)
+        try:
+            await self._turns.take(account, GREETING_UNITS)
+            await self._converse(sock, peer)
+            # Hundreds may end at once, with their process.
+            await self._turns.take(account, BURIAL_UNITS)
+        finally:
+            packets.hang_up(sock)
+            peer.close()
+
+    async def _converse(self, sock: socket.socket, peer: Peer) -> None:
         session = asyncio.create_task(self._open_session(sock, peer).run())
         death = asyncio.create_task(packets.readable(peer.pidfd.fileno())) if peer.pidfd else None
         try:
@@ -148,8 +183,6 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            packets.hang_up(sock)
-            peer.close()
 
 
 def _refuse(sock: socket.socket, message: Message) -> None:

@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable
+from functools import partial
 from typing import Protocol
 
 from weightcached import __version__
@@ -22,8 +23,9 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
+from weightcached.daemon.turns import BYTES_PER_UNIT, Turns
 from weightcached.errors import ProtocolError
-from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
+from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet, is_large, read_large
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
     Absent,
@@ -77,11 +79,15 @@ class Service(Protocol):
     leases: Leases
     matcher: Matcher
     tally: Tally
+    turns: Turns
+    large_turns: Turns
     reconciler: Reconciler
 
     def status(self) -> StatusReply: ...
 
-    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused]: ...
+    def reload(
+        self, *, force: bool, only: list[str]
+    ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
 
 
 class Session:
@@ -96,6 +102,8 @@ class Session:
         self._idle_timeout_s = idle_timeout_s
         self._purpose = "ctl"
         self._leases: dict[Generation, Lease] = {}
+        self._account = service.turns.account(peer.pid)
+        self._large_account = service.large_turns.account(peer.pid)
 
     async def run(self) -> None:
         """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError saying how it ended."""
@@ -150,7 +158,15 @@ class Session:
                 await _cancel(listener, answer)
 
     async def _recv(self) -> Packet:
-        return await packets.recv(self._sock, max_fds=0, max_large_bytes=MAX_REQUEST_BYTES)
+        """The next packet. Until it is this peer's turn, it stays in the socket, or in its memfd."""
+        service = self._service
+        packet = await packets.recv_in_turn(self._sock, partial(service.turns.take, self._account))
+        service.turns.charge(self._account, len(packet.data) // BYTES_PER_UNIT)
+        if is_large(packet):
+            with packet.fds[0]:
+                await service.large_turns.take(self._large_account)
+                packet = read_large(packet, max_nbytes=MAX_REQUEST_BYTES)
+        return packet
 
     async def _next_packet(self) -> Packet:
         return await self._within_idle_limit(self._recv())
@@ -257,6 +273,9 @@ class Session:
     async def _reload(self, request: Reload) -> None:
         """The reload is the daemon's, not this session's: it goes on if the tool leaves."""
         task = self._service.reload(force=request.force, only=request.caches)
+        if isinstance(task, Refused):
+            await self._send(task)
+            return
         while not task.done():
             for cache in self._service.caches:
                 if cache.load is not None:
