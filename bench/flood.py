@@ -1,9 +1,9 @@
 """Hundreds of hostile connections at once at a real daemon, while a normal client is timed.
 
-    nice -n -10 python bench/flood.py --seconds 20
+    python bench/flood.py --seconds 20 --priority -10
 
 The daemon runs with a clock on its event loop (tests/fakes/lag.py): the processor time of its longest turn is its own
-doing, whatever else the machine is busy with. The flooding processes run at normal priority.
+doing, whatever else the machine is busy with. It and the normal client get `--priority`, the hostile processes do not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from weightcached.wire.fds import sealed_memfd  # noqa: E402
 from weightcached.wire.framing import recv_packet, send_packet  # noqa: E402
 from weightcached.wire.messages import PROTOCOL_VERSION, Attach, Hello, Status, encode  # noqa: E402
 
-CONNECTIONS = 200
+# Of all hostile processes together.
+CONNECTIONS = 480
 HELLO = encode(Hello(protocol=PROTOCOL_VERSION))
 ERRORS = (OSError, EOFError, ProtocolError)
 
@@ -98,11 +99,11 @@ def large_key(key: WeightCacheKey) -> WeightCacheKey:
     return msgspec.structs.replace(key, checkpoint=msgspec.structs.replace(key.checkpoint, files=files))
 
 
-def flood(kind: str, path: Path, checkpoint: Path, stop: Event) -> None:
-    """One hostile process."""
+def flood(kind: str, path: Path, checkpoint: Path, stop: Event, connections: int) -> None:
+    """One hostile process with so many connections."""
     key = key_of({"model": str(checkpoint)})
     chance = random.Random(kind)
-    crowd = Crowd(path, CONNECTIONS)
+    crowd = Crowd(path, connections)
     reader, writer = os.pipe()
     status = encode(Status())
     mismatch = encode(Attach(key=msgspec.structs.replace(key, dtype="float16"), wait=False))
@@ -149,7 +150,10 @@ def measure(kinds: list[str], seconds: float, *, priority: int) -> dict[str, Any
     daemon.env = {lag.VARIABLE: str(directory / "lag.json")}
     daemon.options = ["--log-level", "warning"]
     stop, times = multiprocessing.Event(), multiprocessing.SimpleQueue()  # type: ignore[var-annotated]
-    hostile = [multiprocessing.Process(target=_hostile, args=(kind, daemon.socket, checkpoint, stop)) for kind in kinds]
+    hostile = [
+        multiprocessing.Process(target=flood, args=(kind, daemon.socket, checkpoint, stop, CONNECTIONS // len(kinds)))
+        for kind in kinds
+    ]
     prober = multiprocessing.Process(target=_probe, args=(priority, daemon.socket, checkpoint, stop, times))
     try:
         daemon.start()
@@ -180,11 +184,6 @@ def measure(kinds: list[str], seconds: float, *, priority: int) -> dict[str, Any
         "fault": fault,
         "exit": ended,
     }
-
-
-def _hostile(kind: str, path: Path, checkpoint: Path, stop: Event) -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))
-    flood(kind, path, checkpoint, stop)
 
 
 def _probe(priority: int, path: Path, checkpoint: Path, stop: Event, times: Any) -> None:

@@ -160,9 +160,8 @@ def test_flood_of_connections_leaves_room_for_the_daemons_own_handshake(
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.env = {"WATCHDOG_USEC": "200000"}
     daemon.start()
-    with daemon.client() as first, contextlib.ExitStack() as stack:
-        for _ in range(4):
-            stack.enter_context(crowd(daemon, 128))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(daemon.client()) for _ in range(512)]
         with raw(daemon) as late:
             refused = late.receive()
             assert late.closed_by_daemon()
@@ -172,7 +171,7 @@ def test_flood_of_connections_leaves_room_for_the_daemons_own_handshake(
         )
         for _ in range(3):
             daemon.notified("WATCHDOG=1")
-        assert first.status().state == "ready"
+        assert clients[0].status().state == "ready"
 
     until(lambda: len(daemon.descriptors()) < 100, "the daemon has let go of those who left")
     with others_are_served(daemon):
@@ -181,10 +180,10 @@ def test_flood_of_connections_leaves_room_for_the_daemons_own_handshake(
 
 @contextlib.contextmanager
 def crowd(daemon: DaemonProcess, size: int) -> Iterator[None]:
-    """A process with so many connections. Those that do not fit are refused, and kept."""
+    """A process with so many connections, silent ones. Those that are refused are kept, too."""
     script = (
         "import sys; from pathlib import Path; from tests.fakes.client import Client\n"
-        f"clients = [Client(Path(sys.argv[1])) for _ in range({size})]\n"
+        f"clients = [Client.welcome(Path(sys.argv[1])) for _ in range({size})]\n"
         "print(flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(daemon.socket)]
@@ -196,26 +195,18 @@ def crowd(daemon: DaemonProcess, size: int) -> Iterator[None]:
         yield
 
 
-def test_process_that_leaks_connections_leaves_room_for_the_others(daemon: DaemonProcess) -> None:
-    with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(raw(daemon)) for _ in range(128)]
-        with raw(daemon) as late:
-            refused = late.receive()
-            assert late.closed_by_daemon()
-        assert refused == Refused(
-            code="busy",
-            message=f"process {os.getpid()} has 128 connections, the most for one process: close some, then try again",
-        )
-        script = (
-            "import sys; from pathlib import Path; from tests.fakes.client import Client\n"
-            "with Client.welcome(Path(sys.argv[1])) as client: print(client.status().state)"
-        )
-        command = [sys.executable, "-c", script, str(daemon.socket)]
-        other = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment())
-        assert other.stdout == "ready\n"
-        clients.pop().close()
-        until(lambda: sum("pidfd" in target for target in daemon.descriptors()) < 128, "there is room again")
-        assert daemon.status().state == "ready"
+def test_crowds_of_silent_processes_give_way_to_a_newcomer(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine, contextlib.ExitStack() as stack:
+        engine.attach(key).close()
+        stack.enter_context(crowd(daemon, 200))
+        stack.enter_context(crowd(daemon, 311))
+        # They hold all that there is, and each of these replaces one of theirs. An engine's lease is left alone.
+        with others_are_served(daemon):
+            pass
+        assert "connection ended to make room" in daemon.log
+        assert engine.status().caches[0].engines[0].pid == os.getpid()
+        assert sum("pidfd" in target for target in daemon.descriptors()) <= 512
 
 
 def test_descriptors_sent_with_a_request_are_closed_with_the_connection(daemon: DaemonProcess) -> None:

@@ -14,13 +14,13 @@ import socket
 import stat
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from weightcached.daemon import packets
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
-from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Turns
+from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Account, Turns
 from weightcached.errors import ProtocolError, RuntimePathError
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, decode_reply, encode
@@ -28,8 +28,6 @@ from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
-# An engine needs one for each rank in its process. One that leaks them leaves room for the others.
-MAX_CONNECTIONS_OF_PROCESS = 128
 # Kept free of peers: to start a loader (10), for our own handshake (3), to reach the descriptor store (3), and as
 # many again for what libraries open for a moment.
 _RESERVED_DESCRIPTORS = 32
@@ -37,7 +35,7 @@ _BACKLOG = 256
 # Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
 _ACCEPT_PAUSE_S = 0.2
 # So many are taken from the backlog before others get a turn: each costs little, and nobody can be served in it.
-_ACCEPT_AT_ONCE = 16
+_ACCEPT_AT_ONCE = 32
 HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
 
 
@@ -73,6 +71,13 @@ def _unlink_stale(path: Path) -> None:
     path.unlink()
 
 
+class _Connection(NamedTuple):
+    """One that is served. `session` tells whether it holds a lease."""
+
+    peer: Peer
+    session: Session
+
+
 class Server:
     """Serves every connection of `listener` in a task of its own. `open_session` makes the Session for a peer."""
 
@@ -82,8 +87,9 @@ class Server:
         self._listener = listener
         self._open_session = open_session
         self._turns = turns
-        self._connections: set[asyncio.Task[None]] = set()
-        # By pid. The 0 of processes that cannot be seen from here is not counted: they are many.
+        # In the order in which they came.
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
+        # Connections by pid.
         self._of_process: Counter[int] = Counter()
         # The kernel gives the lowest free number, so a number tells how many are taken.
         self._first_reserved = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS
@@ -117,13 +123,14 @@ class Server:
                 log.warning("cannot accept, pausing error=%s connections=%d", e.strerror, len(self._connections))
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
-                self._welcome(sock)
+                await self._welcome(sock)
                 at_once = (at_once + 1) % _ACCEPT_AT_ONCE
                 if at_once == 0:
                     # A flood of connections must leave turns to those who are connected.
                     await asyncio.sleep(0)
 
-    def _welcome(self, sock: socket.socket) -> None:
+    async def _welcome(self, sock: socket.socket) -> None:
+        """Serve the connection from now on, or refuse it."""
         sock.setblocking(False)
         try:
             peer = identify(sock)
@@ -131,55 +138,67 @@ class Server:
             log.warning("peer refused reason=%s", e)
             _refuse(sock, Refused(code="peer", message=str(e)))
             return
+        limit = self._limit_reached(sock)
         # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
-        limit = self._limit_reached(sock, peer)
-        if limit and peer.pid != os.getpid():
+        if limit and peer.pid != os.getpid() and not await self._make_room(peer):
             log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
-            _refuse(sock, Refused(code="busy", message=f"{limit}: close some, then try again"))
+            _refuse(sock, Refused(code="busy", message=f"this daemon has {limit}: close some, then try again"))
             return
         peer.follow(sock)
-        task = asyncio.create_task(self._serve(sock, peer))
-        self._connections.add(task)
+        session = self._open_session(sock, peer)
+        task = asyncio.create_task(self._serve(sock, peer, session))
+        self._connections[task] = _Connection(peer, session)
         self._of_process[peer.pid] += 1
-        task.add_done_callback(partial(self._ended, peer.pid))
+        task.add_done_callback(self._ended)
 
-    def _ended(self, pid: int, connection: asyncio.Task[None]) -> None:
-        self._connections.discard(connection)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        pid = self._connections.pop(task).peer.pid
         self._of_process[pid] -= 1
         if not self._of_process[pid]:
             del self._of_process[pid]
 
-    def _limit_reached(self, sock: socket.socket, peer: Peer) -> str:
+    def _limit_reached(self, sock: socket.socket) -> str:
         """Why one more connection is too many, or ""."""
-        if peer.pid and self._of_process[peer.pid] >= MAX_CONNECTIONS_OF_PROCESS:
-            return f"process {peer.pid} has {MAX_CONNECTIONS_OF_PROCESS} connections, the most for one process"
         if len(self._connections) >= MAX_CONNECTIONS:
-            return f"this daemon has {MAX_CONNECTIONS} connections, the most it takes"
+            return f"{MAX_CONNECTIONS} connections, the most it takes"
         if sock.fileno() >= self._first_reserved:
             allowed = "the most that its limit of open files allows (LimitNOFILE=, ulimit -n)"
-            return f"this daemon has {len(self._connections)} connections, {allowed}"
+            return f"{len(self._connections)} connections, {allowed}"
         return ""
 
-    async def _serve(self, sock: socket.socket, peer: Peer) -> None:
+    async def _make_room(self, newcomer: Peer) -> bool:
+        """End the last connection without a lease of the process that has the most, if `newcomer` has fewer."""
+        greediest, count = max(self._of_process.items(), key=lambda item: item[1], default=(0, 0))
+        if count <= self._of_process[newcomer.pid] + 1:
+            return False
+        for task, connection in reversed(self._connections.items()):
+            if connection.peer.pid == greediest and not connection.session.holds_lease:
+                log.warning("connection ended to make room pid=%d connections=%d", greediest, count)
+                task.cancel()
+                await asyncio.wait({task})
+                return True
+        return False
+
+    async def _serve(self, sock: socket.socket, peer: Peer, session: Session) -> None:
         account = self._turns.account(peer.pid)
         try:
             await self._turns.take(account, GREETING_UNITS)
-            await self._converse(sock, peer)
-            # Hundreds may end at once, with their process.
-            await self._turns.take(account, BURIAL_UNITS)
+            await self._converse(peer, session, account)
         finally:
             packets.hang_up(sock)
             peer.close()
 
-    async def _converse(self, sock: socket.socket, peer: Peer) -> None:
-        session = asyncio.create_task(self._open_session(sock, peer).run())
+    async def _converse(self, peer: Peer, session: Session, account: Account) -> None:
+        talk = asyncio.create_task(session.run())
         death = asyncio.create_task(packets.readable(peer.pidfd.fileno())) if peer.pidfd else None
+        tasks = [talk, *([death] if death else [])]
         try:
             # Whichever is first: the peer's death shows in its pidfd even while others hold its socket open.
-            await asyncio.wait([session, *([death] if death else [])], return_when=asyncio.FIRST_COMPLETED)
-            _log_end(peer, session)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # Hundreds may end at once, with their process.
+            await self._turns.take(account, BURIAL_UNITS)
+            _log_end(peer, talk)
         finally:
-            tasks = [session, *([death] if death else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -105,6 +105,10 @@ class Session:
         self._account = service.turns.account(peer.pid)
         self._large_account = service.large_turns.account(peer.pid)
 
+    @property
+    def holds_lease(self) -> bool:
+        return bool(self._leases)
+
     async def run(self) -> None:
         """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError saying how it ended."""
         try:
