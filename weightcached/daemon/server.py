@@ -11,7 +11,6 @@ import logging
 import os
 import resource
 import socket
-import stat
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from weightcached.daemon import packets
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
 from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Account, Turns
-from weightcached.errors import ProtocolError, RuntimePathError
+from weightcached.errors import ProtocolError
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, decode_reply, encode
 
@@ -31,44 +30,11 @@ MAX_CONNECTIONS = 512
 # Kept free of peers: to start a loader (10), for our own handshake (3), to reach the descriptor store (3), and as
 # many again for what libraries open for a moment.
 _RESERVED_DESCRIPTORS = 32
-_BACKLOG = 256
 # Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
 _ACCEPT_PAUSE_S = 0.2
 # So many are taken from the backlog before others get a turn: each costs little, and nobody can be served in it.
 _ACCEPT_AT_ONCE = 32
 HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
-
-
-def listen(path: Path) -> socket.socket:
-    """Bind `path` with mode 0600, in place of what a dead daemon left. Only the holder of the device's lock may.
-
-    Raises RuntimePathError.
-    """
-    _unlink_stale(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # From the first moment on: between bind() and a chmod() others could connect.
-    umask = os.umask(0o177)
-    try:
-        sock.bind(os.fspath(path))
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except OSError as e:
-        sock.close()
-        raise RuntimePathError(f"cannot listen on {path}: {e.strerror or e}") from e
-    finally:
-        os.umask(umask)
-    return sock
-
-
-def _unlink_stale(path: Path) -> None:
-    try:
-        info = path.lstat()
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(info.st_mode):
-        raise RuntimePathError(f"{path} is not a socket (symbolic links are refused): remove it")
-    log.info("stale socket removed path=%s", path)
-    path.unlink()
 
 
 class _Connection(NamedTuple):
@@ -97,6 +63,12 @@ class Server:
 
     def start(self) -> None:
         self._accepting = asyncio.create_task(self._accept())
+
+    async def accept_on(self, listener: socket.socket) -> None:
+        """From now on, new peers come by another socket. Those who are connected stay."""
+        await self.stop_accepting()
+        self._listener = listener
+        self.start()
 
     async def stop_accepting(self) -> None:
         if self._accepting is not None:
@@ -234,3 +206,5 @@ async def shake_hands(path: Path, *, timeout_s: float) -> None:
             reply = decode_reply((await packets.recv(sock, max_fds=0)).data)
             if not isinstance(reply, Welcome):
                 raise ProtocolError(f"our own socket answers {type(reply).__name__}")
+            if reply.pid != os.getpid():
+                raise ProtocolError(f"another daemon, pid {reply.pid}, answers on our socket")
