@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
-from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, recv_unread, send_packet
+from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, send_packet
 
 # How long a sender waits when too many descriptors of this user are in flight (unix(7), ETOOMANYREFS).
 _IN_FLIGHT_RETRY_S = 0.05
@@ -52,17 +51,6 @@ async def recv(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_
             await readable(sock.fileno())
 
 
-async def recv_in_turn(sock: socket.socket, turn: Callable[[], Awaitable[None]]) -> Packet:
-    """The next packet, taken from the socket once it is there and `turn()` has returned; see recv_unread()."""
-    while True:
-        await readable(sock.fileno())
-        await turn()
-        try:
-            return recv_unread(sock, max_fds=0)
-        except BlockingIOError:
-            continue
-
-
 async def send(sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, timeout_s: float) -> None:
     """Send one packet; the caller keeps its descriptors. Raises TimeoutError, and what send_packet() raises."""
     async with asyncio.timeout(timeout_s):
@@ -75,19 +63,6 @@ async def send(sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, tim
                 if e.errno != errno.ETOOMANYREFS:
                     raise
                 await asyncio.sleep(_IN_FLIGHT_RETRY_S)
-
-
-def hang_up(sock: socket.socket) -> None:
-    """Close a connection so that the peer can still read what was sent to it.
-
-    Unread data at close() would give the peer ECONNRESET in place of the last answer. What it had sent is thrown
-    away; from here on its sends fail with EPIPE.
-    """
-    with sock, contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RD)
-        # Ends at b"": nothing can be added any more. Descriptors among it are closed by the kernel.
-        while sock.recv(1):
-            pass
 
 
 async def connect(path: str, *, timeout_s: float) -> socket.socket:

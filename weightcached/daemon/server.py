@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from weightcached.daemon import packets
+from weightcached.daemon import foreign, packets
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
 from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Account, Turns
@@ -34,6 +34,9 @@ _RESERVED_DESCRIPTORS = 32
 _ACCEPT_PAUSE_S = 0.2
 # So many are taken from the backlog before others get a turn: each costs little, and nobody can be served in it.
 _ACCEPT_AT_ONCE = 32
+_MAKE_ROOM_TIMEOUT_S = 0.1
+_CLOSE_TIMEOUT_S = 5.0
+_MAX_BURIALS = 32
 HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
 
 
@@ -57,6 +60,8 @@ class Server:
         self._connections: dict[asyncio.Task[None], _Connection] = {}
         # Connections by pid.
         self._of_process: Counter[int] = Counter()
+        # Of connections that were refused; those of the others count as connections until they are over.
+        self._burials: set[asyncio.Future[None]] = set()
         # The kernel gives the lowest free number, so a number tells how many are taken.
         self._first_reserved = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS
         self._accepting: asyncio.Task[None] | None = None
@@ -77,9 +82,12 @@ class Server:
         self._listener.close()
 
     async def close_connections(self) -> None:
-        for task in self._connections:
+        tasks = list(self._connections)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        if tasks:
+            # What a peer sent may hold up the end of its connection, not ours.
+            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
 
     async def _accept(self) -> None:
         at_once = 0
@@ -108,13 +116,14 @@ class Server:
             peer = identify(sock)
         except PeerRefusedError as e:
             log.warning("peer refused reason=%s", e)
-            _refuse(sock, Refused(code="peer", message=str(e)))
+            await self._refuse(sock, Refused(code="peer", message=str(e)))
             return
         limit = self._limit_reached(sock)
         # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
         if limit and peer.pid != os.getpid() and not await self._make_room(peer):
             log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
-            _refuse(sock, Refused(code="busy", message=f"this daemon has {limit}: close some, then try again"))
+            message = f"this daemon has {limit}: close some, then try again"
+            await self._refuse(sock, Refused(code="busy", message=message))
             return
         peer.follow(sock)
         session = self._open_session(sock, peer)
@@ -144,12 +153,22 @@ class Server:
         if count <= self._of_process[newcomer.pid] + 1:
             return False
         for task, connection in reversed(self._connections.items()):
-            if connection.peer.pid == greediest and not connection.session.holds_lease:
+            if connection.peer.pid == greediest and not connection.session.holds_lease and not task.cancelling():
                 log.warning("connection ended to make room pid=%d connections=%d", greediest, count)
                 task.cancel()
-                await asyncio.wait({task})
-                return True
+                ended, _ = await asyncio.wait({task}, timeout=_MAKE_ROOM_TIMEOUT_S)
+                return bool(ended)
         return False
+
+    async def _refuse(self, sock: socket.socket, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            send_packet(sock, encode(message))
+        burial = foreign.hang_up(sock)
+        if burial is not None:
+            self._burials.add(burial)
+            burial.add_done_callback(self._burials.discard)
+            if len(self._burials) >= _MAX_BURIALS:
+                await asyncio.wait(self._burials, return_when=asyncio.FIRST_COMPLETED)
 
     async def _serve(self, sock: socket.socket, peer: Peer, session: Session) -> None:
         account = self._turns.account(peer.pid)
@@ -157,8 +176,10 @@ class Server:
             await self._turns.take(account, GREETING_UNITS)
             await self._converse(peer, session, account)
         finally:
-            packets.hang_up(sock)
             peer.close()
+            burial = foreign.hang_up(sock)
+            if burial is not None:
+                await asyncio.wait({burial})
 
     async def _converse(self, peer: Peer, session: Session, account: Account) -> None:
         talk = asyncio.create_task(session.run())
@@ -174,12 +195,6 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _refuse(sock: socket.socket, message: Message) -> None:
-    with contextlib.suppress(OSError):
-        send_packet(sock, encode(message))
-    packets.hang_up(sock)
 
 
 def _log_end(peer: Peer, session: asyncio.Task[None]) -> None:

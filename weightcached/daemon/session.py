@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from weightcached import __version__
-from weightcached.daemon import packets
+from weightcached.daemon import foreign, packets
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.leases import Lease, Leases
@@ -25,7 +25,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.turns import BYTES_PER_UNIT, Turns
 from weightcached.errors import ProtocolError
-from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet, is_large, read_large
+from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
     Absent,
@@ -162,14 +162,15 @@ class Session:
                 await _cancel(listener, answer)
 
     async def _recv(self) -> Packet:
-        """The next packet. Until it is this peer's turn, it stays in the socket, or in its memfd."""
-        service = self._service
-        packet = await packets.recv_in_turn(self._sock, partial(service.turns.take, self._account))
-        service.turns.charge(self._account, len(packet.data) // BYTES_PER_UNIT)
-        if is_large(packet):
-            with packet.fds[0]:
-                await service.large_turns.take(self._large_account)
-                packet = read_large(packet, max_nbytes=MAX_REQUEST_BYTES)
+        """The next packet. Until it is this peer's turn, it stays in the socket."""
+        turns, large_turns = self._service.turns, self._service.large_turns
+        packet = await foreign.recv(
+            self._sock,
+            partial(turns.take, self._account),
+            partial(large_turns.take, self._large_account),
+            max_large_bytes=MAX_REQUEST_BYTES,
+        )
+        turns.charge(self._account, len(packet.data) // BYTES_PER_UNIT)
         return packet
 
     async def _next_packet(self) -> Packet:

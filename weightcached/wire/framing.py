@@ -63,29 +63,6 @@ def _sendmsg(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:
 def recv_packet(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES) -> Packet:
     """Receive one packet with at most `max_fds` descriptors, or a message of at most `max_large_bytes` in a memfd.
 
-    Raises as recv_unread() and read_large() do.
-    """
-    packet = recv_unread(sock, max_fds=max_fds)
-    return read_large(packet, max_nbytes=max_large_bytes) if is_large(packet) else packet
-
-
-def is_large(packet: Packet) -> bool:
-    """Whether the packet only says that its message is in the one descriptor that it carries."""
-    return packet.data == _LARGE and len(packet.fds) == 1
-
-
-def read_large(packet: Packet, *, max_nbytes: int) -> Packet:
-    """The message of a large packet, whose descriptor is closed. Raises ProtocolError if it is unsealed or too long."""
-    with packet.fds[0] as large:
-        try:
-            return Packet(read_sealed(large.fileno(), max_nbytes=max_nbytes), [])
-        except ValueError as e:
-            raise ProtocolError(f"message in a memfd: {e}") from e
-
-
-def recv_unread(sock: socket.socket, *, max_fds: int) -> Packet:
-    """Receive one packet as it is: is_large() tells whether there is more to read.
-
     Raises EOFError at the end of the connection, ProtocolError for anything cut off or out of limits (every
     descriptor that came is closed first), BlockingIOError on an empty non-blocking socket, OSError otherwise.
     """
@@ -104,11 +81,16 @@ def recv_unread(sock: socket.socket, *, max_fds: int) -> Packet:
         if ancillary:
             raise ProtocolError("a packet without data carried descriptors")
         raise EOFError("the peer closed the connection")
-    packet = Packet(data, fds)
-    if len(fds) > max_fds and not is_large(packet):
+    if data == _LARGE and len(fds) == 1:
+        with fds[0] as large:
+            try:
+                return Packet(read_sealed(large.fileno(), max_nbytes=max_large_bytes), [])
+            except ValueError as e:
+                raise ProtocolError(f"message in a memfd: {e}") from e
+    if len(fds) > max_fds:
         close_all(fds)
         raise ProtocolError(f"{len(fds)} descriptors came with a message that may carry {max_fds}")
-    return packet
+    return Packet(data, fds)
 
 
 def _adopt(ancillary: list[tuple[int, int, bytes]]) -> list[OwnedFd]:
