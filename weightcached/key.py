@@ -19,6 +19,8 @@ from weightcached.identity import CheckpointIdentity
 ABSENT = "absent"
 
 _Value = Annotated[str, Meta(max_length=4_000)]
+# Some ten entries each; a quarter of a million, which fit into a message, kept the daemon busy for a second.
+_Values = Annotated[dict[_Value, _Value], Meta(max_length=1_000)]
 
 
 class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +51,10 @@ class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
     lora_layout: _Value = ABSENT
     model_impl: _Value = ABSENT
     speculative: _Value = ABSENT
-    kernel_backends: dict[_Value, _Value] = {}
-    environment: dict[_Value, _Value] = {}
+    kernel_backends: _Values = {}
+    environment: _Values = {}
     additional_config: _Value = ABSENT
-    versions: dict[_Value, _Value] = {}
+    versions: _Values = {}
     device_name: _Value = ABSENT
     compute_capability: _Value = ABSENT
     code_revision: _Value = ABSENT

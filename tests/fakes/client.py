@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,8 +49,10 @@ class Handout:
 class Client:
     def __init__(self, path: Path, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(timeout_s)
+        # Blocking, as the real one: with a timeout of Python's, connect() to a full backlog fails at once.
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s), 0))
         self.sock.connect(str(path))
+        self.sock.settimeout(timeout_s)
 
     @classmethod
     def welcome(cls, path: Path, purpose: Literal["engine", "ctl", "self"] = "engine") -> Self:

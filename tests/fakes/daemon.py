@@ -44,11 +44,11 @@ def model(name: str, checkpoint: Path, device: str = "cpu0", **engine: Any) -> d
     return {"name": name, "devices": [device], "engine": {"model": str(checkpoint), **engine}}
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], what: str, *, bound_s: float = BOUND_S) -> None:
     """Wait for a condition that has no event of its own, within a bound."""
-    deadline_s = time.monotonic() + BOUND_S
+    deadline_s = time.monotonic() + bound_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {BOUND_S} s: {what}"
+        assert time.monotonic() < deadline_s, f"not within {bound_s} s: {what}"
         time.sleep(0.01)
 
 

@@ -82,11 +82,12 @@ def main() -> None:
     from weightcached.daemon import fdstore
     from weightcached.daemon import main as daemon
     from weightcached.daemon.caches import Cache
+    from weightcached.daemon.place import Place
     from weightcached.daemon.reconcile import Reconciler
 
     _before(daemon, "_raise_descriptor_limit", "lock")
     _before(fdstore, "adopt", "adopt")
-    _after(daemon, "listen", "bind")
+    _after(Place, "listen", "bind")
     # Each of these has its first descriptor on its way when it waits: the set in the store is cut short.
     _after(fdstore, "_send", "store")
     _before(Reconciler, "_publish", "publish")

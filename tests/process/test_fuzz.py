@@ -190,6 +190,16 @@ def test_message_that_would_take_long_to_decode_is_refused_by_its_size(target: T
     )
 
 
+def test_mappings_of_a_key_are_limited_in_number(target: Target) -> None:
+    key = msgspec.msgpack.decode(encode(Attach(key=key_of({"model": str(target.checkpoint)}))))
+    key["key"]["versions"] = {str(n): "1" for n in range(1001)}
+    with target.daemon.client() as client:
+        client.send_raw(msgspec.msgpack.encode(key))
+        refused = client.receive()
+    message = "message does not decode: Expected `object` of length <= 1000 - at `$.key.versions`"
+    assert refused == Refused(code="protocol", message=message)
+
+
 def test_names_in_a_reload_are_limited_in_number(target: Target) -> None:
     with target.daemon.client() as client:
         client.send_raw(msgspec.msgpack.encode({"type": "Reload", "caches": ["a"] * 1001}))

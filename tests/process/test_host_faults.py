@@ -7,10 +7,12 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,26 +110,85 @@ def test_runtime_directory_without_room_for_a_file_is_named(
         )
 
 
-def test_runtime_directory_that_is_removed_leaves_engines_what_they_have(
-    make_daemon: Launcher, checkpoint: Path
-) -> None:
-    """As at the last logout of a user without lingering. The watchdog is no longer fed: the manager will replace it."""
-    daemon = make_daemon([model("tiny", checkpoint)])
+def watched(make_daemon: Launcher, checkpoint: Path, **options: Any) -> DaemonProcess:
+    """A daemon that looks after itself ten times a second; without a watchdog it does so every five seconds."""
+    daemon = make_daemon([model("tiny", checkpoint)], **options)
     daemon.env = {"WATCHDOG_USEC": "200000"}
-    daemon.start()
+    return daemon
+
+
+def test_runtime_directory_that_is_removed_is_made_again(make_daemon: Launcher, checkpoint: Path) -> None:
+    daemon = watched(make_daemon, checkpoint).start()
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as engine:
         handout = engine.attach(key)
         shutil.rmtree(daemon.runtime)
-        until(lambda: "the watchdog is not fed" in daemon.log, "the daemon has noticed")
-        assert engine.status().state == "ready"
+        until(lambda: "our socket was removed, it is made again" in daemon.log, "the daemon has noticed")
+        # Who is connected stays so, and newcomers find it.
+        assert engine.status().caches[0].engines[0].pid == os.getpid()
         assert (
             os.pread(handout.segment_fds[0].fileno(), 4096, 0) == (checkpoint / "model.safetensors").read_bytes()[:4096]
         )
         handout.close()
-        assert daemon.stop() == 0
-    daemon.start()
     attaches(daemon, key)
+    assert oct(daemon.runtime.stat().st_mode & 0o7777) == "0o700"
+    assert oct(daemon.socket.stat().st_mode & 0o7777) == "0o600"
+    daemon.notified("WATCHDOG=1")
+    # It has the new lock, too.
+    second = make_daemon()
+    second.launch()
+    assert second.wait() == 75
+    assert daemon.stop() == 0
+    assert not daemon.socket.exists()
+
+
+def test_socket_that_is_removed_is_made_again_without_a_watchdog(daemon: DaemonProcess, checkpoint: Path) -> None:
+    daemon.socket.unlink()
+    until(daemon.socket.exists, "the daemon has noticed")
+    attaches(daemon, key_of({"model": str(checkpoint)}))
+
+
+def test_runtime_directory_without_a_parent_is_said_and_made_when_it_can_be(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
+    """As /run/user/<uid> after the last logout of a user without lingering. The weights must not go with it."""
+    session = short_tmp / "session"
+    session.mkdir(mode=0o700)
+    daemon = watched(make_daemon, checkpoint)
+    daemon.runtime = session / "run"
+    daemon.socket = daemon.runtime / "cpu0.sock"
+    daemon.start()
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine:
+        engine.attach(key).close()
+        shutil.rmtree(session)
+        reason = f"cannot create the runtime directory {daemon.runtime}: No such file or directory"
+        assert daemon.notified("unreachable") == f"STATUS=unreachable: {reason}"
+        # A restart would fail: the manager is told that all is well otherwise.
+        daemon.notified("WATCHDOG=1")
+        daemon.notified("WATCHDOG=1")
+        assert engine.status().state == "ready"
+        session.mkdir(mode=0o700)
+        assert daemon.notified("serving") == "STATUS=serving 1 of 1 caches, 0.0 GiB"
+        assert engine.status().caches[0].engines[0].pid == os.getpid()
+    attaches(daemon, key)
+    text = f"our socket is gone and cannot be made again socket={daemon.socket} error={reason}\n"
+    assert daemon.log.count(text) == 1
+
+
+def test_daemon_whose_place_another_one_took_says_so_and_leaves_it_alone(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
+    daemon = watched(make_daemon, checkpoint).start()
+    daemon.signal(signal.SIGSTOP)
+    daemon.socket.with_suffix(".lock").unlink()
+    second = make_daemon([model("tiny", checkpoint)]).start()
+    daemon.signal(signal.SIGCONT)
+    until(lambda: f"another daemon, pid {second.pid}, answers on our socket" in daemon.log, "it has noticed")
+    busy = f"error=device cpu0 is served by another weightcached (pid {second.pid})"
+    until(lambda: busy in daemon.log, "it has tried to take its place again")
+    assert daemon.stop() == 0
+    assert second.status().pid == second.pid
 
 
 def test_checkpoint_deleted_while_it_is_served_is_served_on(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from weightcached.wire.messages import (
 STATUS_LIMIT_S = 0.05
 ATTACH_LIMIT_S = 0.5
 HELLO_LIMIT_S = 5.0
+LINGER_S = 30
 Launcher = Callable[..., DaemonProcess]
 
 
@@ -178,6 +180,37 @@ def test_flood_of_connections_leaves_room_for_the_daemons_own_handshake(
         pass
 
 
+@contextlib.contextmanager
+def crowd(daemon: DaemonProcess, size: int) -> Iterator[None]:
+    """A process with so many connections, silent ones. Those that are refused are kept, too."""
+    script = (
+        "import sys; from pathlib import Path; from tests.fakes.client import Client\n"
+        f"clients = [Client.welcome(Path(sys.argv[1])) for _ in range({size})]\n"
+        "print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(daemon.socket)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment()
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"\n"
+        yield
+
+
+def test_crowds_of_silent_processes_give_way_to_a_newcomer(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine, contextlib.ExitStack() as stack:
+        engine.attach(key).close()
+        stack.enter_context(crowd(daemon, 200))
+        stack.enter_context(crowd(daemon, 311))
+        # They hold all that there is, and each of these replaces one of theirs. An engine's lease is left alone.
+        with others_are_served(daemon):
+            pass
+        assert "connection ended to make room" in daemon.log
+        assert engine.status().caches[0].engines[0].pid == os.getpid()
+        assert sum("pidfd" in target for target in daemon.descriptors()) <= 512
+
+
 def test_descriptors_sent_with_a_request_are_closed_with_the_connection(daemon: DaemonProcess) -> None:
     with others_are_served(daemon):
         before = len(daemon.descriptors())
@@ -194,6 +227,39 @@ def test_descriptors_sent_with_a_request_are_closed_with_the_connection(daemon: 
             assert os.read(reader, 1) == b""
             os.close(reader)
         daemon.until(lambda _: len(daemon.descriptors()) <= before + 2, "no descriptor is left")
+
+
+def lingering() -> tuple[socket.socket, socket.socket]:
+    """A TCP connection whose first end, as the last of its descriptors, takes LINGER_S to close; and its listener."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sock = socket.create_connection(listener.getsockname())
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sock.send(bytes(65536))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, LINGER_S))
+    return sock, listener
+
+
+@pytest.mark.parametrize("packet", ["refused", "memfd", "unread", "never-welcomed"])
+def test_descriptor_that_is_slow_to_close_holds_nobody_up(daemon: DaemonProcess, packet: str) -> None:
+    sock, listener = lingering()
+    with listener, raw(daemon) if packet == "never-welcomed" else daemon.client() as client:
+        if packet == "unread":
+            # The first of them ends the connection, the last is never looked at.
+            client.send_raw(b"x")
+        data = b"\xc1large" if packet == "memfd" else encode(Status())
+        client.send_raw(data, [sock.fileno()] * (1 if packet == "memfd" else 3))
+        sock.close()
+        if packet == "unread":
+            assert isinstance(client.receive(), Refused)
+        client.close()
+        began_s = time.monotonic()
+        with others_are_served(daemon):
+            pass
+        assert time.monotonic() - began_s < LINGER_S / 2
+        assert daemon.stop() == 0
+        assert time.monotonic() - began_s < LINGER_S
 
 
 def test_peer_that_leaves_in_the_middle_of_a_handout_leaves_nothing(daemon: DaemonProcess, checkpoint: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from tests.fakes.checkpoints import key_of, write_checkpoint
 from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
-from weightcached.wire.messages import CacheOutcome, Refused, Reload, ReloadReply
+from weightcached.daemon.main import MAX_RELOADS
+from weightcached.wire.messages import CacheOutcome, Progress, Refused, Reload, ReloadReply
 
 Launcher = Callable[..., DaemonProcess]
 
@@ -294,6 +295,24 @@ def test_reload_goes_on_when_its_tool_leaves(daemon: DaemonProcess, checkpoint: 
         daemon.notified("weights")
     gate.write_bytes(b"")
     daemon.until(lambda status: status.caches[0].generation == 2, "the new generation is served")
+
+
+def test_reloads_that_wait_are_limited_in_number(daemon: DaemonProcess, checkpoint: Path, gate: Path) -> None:
+    write_manifest(daemon.manifest, [model("tiny", checkpoint, x_gate=str(gate))])
+    for _ in range(MAX_RELOADS):
+        # Whoever asked for it has left: it goes on all the same.
+        with daemon.client("ctl") as tool:
+            tool.send(Reload())
+            while not isinstance(tool.receive(), Progress):
+                pass
+    with daemon.client("ctl") as tool:
+        assert tool.ask(Reload()) == Refused(
+            code="busy", message="16 reloads wait for their turn already: try again when they are over"
+        )
+    gate.write_bytes(b"")
+    daemon.until(lambda s: s.caches[0].generation == 2 and not s.caches[0].phase, "it is loaded")
+    with daemon.client("ctl") as tool:
+        until(lambda: not isinstance(tool.ask(Reload()), Refused), "the others have had their turn")
 
 
 def test_two_reloads_run_one_after_the_other(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,12 +81,39 @@ def test_index_of_an_older_format_in_the_store_is_loaded_anew(unit: Unit, manage
     assert unit.log().count("Traceback") == 0
 
 
-def test_runtime_directory_removed_under_the_daemon_is_mended_by_the_watchdog(unit: Unit) -> None:
+def test_runtime_directory_removed_under_the_daemon_is_made_again_without_a_restart(unit: Unit) -> None:
     unit.install("WatchdogSec=1s").systemctl("start")
     pid = unit.pid
-    unit.socket.unlink()
-    until(lambda: unit.pid not in (0, pid) and unit.show("ActiveState") == "active", "the watchdog has replaced it")
-    assert (unit.cache().source, unit.loads()) == ("adopted", 1)
+    shutil.rmtree(unit.socket.parent)
+    until(unit.socket.exists, "the daemon has noticed")
+    assert (unit.cache().source, unit.loads()) == ("loaded", 1)
+    assert (unit.pid, unit.show("NRestarts"), unit.show("ActiveState")) == (pid, "0", "active")
+
+
+def test_session_directory_removed_under_the_manager_costs_no_weights(tmp_path: Path) -> None:
+    """What logind does to /run/user/<uid>, here while the manager lives on; the manager's own sockets go with it."""
+    with PrivateManager() as manager:
+        unit = Unit(manager, tmp_path, "cpu900")
+        unit.install("WatchdogSec=1s").systemctl("start")
+        pid = unit.pid
+        with unit.client() as engine:
+            ready = engine.attach(key_of(unit.engine)).ready
+            shutil.rmtree(manager.runtime_dir)
+            until(lambda: "our socket is gone and cannot be made again" in unit.log(), "the daemon says so")
+            # Longer than the watchdog's second.
+            silent_until_s = time.monotonic() + 1.5
+            until(lambda: time.monotonic() > silent_until_s, "the watchdog would have bitten")
+            assert engine.status().caches[0].engines[0].pid == os.getpid()
+            assert memfds(manager) == 3
+            manager.runtime_dir.mkdir(mode=0o700)
+            until(unit.socket.exists, "its socket is made again")
+        with unit.client() as engine:
+            assert engine.status().pid == pid
+            assert engine.attach(key_of(unit.engine)).ready == ready
+        # No systemctl reaches it any more.
+        os.kill(manager.pid, signal.SIGTERM)
+        until(lambda: not Path(f"/proc/{pid}").exists(), "the manager has stopped the unit on its way out")
+        assert unit.log().count("stopped device=cpu900") == 1
 
 
 def test_hardening_of_the_unit_is_in_force_on_daemon_and_loader(unit: Unit, tmp_path: Path) -> None:

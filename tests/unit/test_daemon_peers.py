@@ -46,12 +46,16 @@ def test_peer_of_another_user_is_refused() -> None:
 
 def test_peer_without_a_pid_that_we_can_see_is_known_by_its_connection_alone() -> None:
     """pid 0: it lives in a pid namespace that is not ours."""
-    seen = identify(peer(struct.pack("3i", 0, os.getuid(), 0)))
+    connection = peer(struct.pack("3i", 0, os.getuid(), 0))
+    seen = identify(connection)
+    seen.follow(connection)
     assert (seen.pid, seen.pidfd) == (0, None)
 
 
 def test_peer_is_followed_by_a_pidfd_on_older_kernels_too() -> None:
-    seen = identify(peer(struct.pack("3i", os.getpid(), os.getuid(), 0)))
+    connection = peer(struct.pack("3i", os.getpid(), os.getuid(), 0))
+    seen = identify(connection)
+    seen.follow(connection)
     assert seen.pid == os.getpid()
     assert seen.pidfd is not None
     assert os.readlink(f"/proc/self/fd/{seen.pidfd.fileno()}") == "anon_inode:[pidfd]"
@@ -62,5 +66,7 @@ def test_real_connection_is_identified() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         seen = identify(ours)
+        seen.follow(ours)
         assert seen.pid == os.getpid()
+        assert seen.pidfd is not None
         seen.close()

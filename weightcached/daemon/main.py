@@ -6,17 +6,15 @@ Only run() decides how the process ends.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import fcntl
+import gc
 import logging
 import os
 import resource
 import signal
 import socket
-import stat
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,19 +29,29 @@ from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier, watchdog_period_s
 from weightcached.daemon.peers import Peer
+from weightcached.daemon.place import Place
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
-from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, listen, shake_hands
+from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.turns import Turns
 from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, DeviceBusyError, ManifestError, RuntimePathError
-from weightcached.paths import check_device, create_runtime_dir, lock_path, runtime_dir, socket_path
+from weightcached.paths import check_device, runtime_dir
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
 
 log = logging.getLogger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
+MAX_RELOADS = 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The manager waits this much longer than we do for a stalled loader: we can say what stalled.
 _EXTEND_MARGIN_S = 15.0
+# How often we look whether our socket is still there.
+_LOOK_PERIOD_S = 5.0
+_SWITCH_INTERVAL_S = 0.001
+# About 1 ms between two looks at the sockets.
+_UNITS_PER_TURN = 4
+# A message of MAX_REQUEST_BYTES takes up to 15 ms: no more than one falls into the 50 ms of a status.
+_LARGE_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -65,48 +73,11 @@ def run(options: Options) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     device = check_device(options.device)
     directory = options.socket_dir or runtime_dir()
-    path = socket_path(device, directory)
-    create_runtime_dir(directory)
-    with _lock(device, lock_path(device, directory)):
+    with Place(device, directory) as place:
         _raise_descriptor_limit()
         store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
         adopted = _adopt(device, store)
-        listener = listen(path)
-        try:
-            return asyncio.run(_live(options, path, listener, store, adopted))
-        finally:
-            # We hold the lock: whatever is bound there is ours.
-            path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _lock(device: str, path: Path) -> Iterator[None]:
-    """Be the only daemon of `device`. The file stays: unlinking it would let two daemons lock two files."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as e:
-        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = f"free space or inodes: df -i {path.parent}" if full else "if something else is there, remove it"
-        raise RuntimePathError(f"cannot open the lock {path}: {e.strerror}; {mend}") from e
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise RuntimePathError(f"the lock {path} is not a regular file: remove it")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            who = f"pid {holder}" if holder.isdecimal() else "a process that left no pid"
-            raise DeviceBusyError(
-                f"device {device} is served by another weightcached ({who}), which holds {path}: "
-                f"systemctl --user stop weightcached@{device}.service, or end that process"
-            ) from e
-        # Only for the message above: a full file system is no reason not to serve.
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(fd)
+        return asyncio.run(_live(options, place, place.listen(), store, adopted))
 
 
 def _raise_descriptor_limit() -> None:
@@ -130,10 +101,11 @@ def _boot_id() -> str:
 
 
 async def _live(
-    options: Options, path: Path, listener: socket.socket, store: fdstore.FdStore, adopted: list[Generation]
+    options: Options, place: Place, listener: socket.socket, store: fdstore.FdStore, adopted: list[Generation]
 ) -> int:
     """From the bound socket to the exit status."""
-    daemon = Daemon(options, path, listener, store, adopted)
+    _shorten_stalls()
+    daemon = Daemon(options, place, listener, store, adopted)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -156,13 +128,23 @@ async def _live(
         await daemon.stop()
 
 
+def _shorten_stalls() -> None:
+    """Python's own pauses on the event loop: a full collection took 10 ms, a thread may keep others out for 5 ms."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+
+ReloadResult = list[CacheOutcome] | ReloadReply | Refused
+
+
 class Daemon:
     """What all sessions share, and the order in which it comes and goes."""
 
     def __init__(
         self,
         options: Options,
-        path: Path,
+        place: Place,
         listener: socket.socket,
         store: fdstore.FdStore,
         adopted: list[Generation],
@@ -185,12 +167,18 @@ class Daemon:
             manifest=options.manifest,
             ahead=options.loaders_ahead,
         )
-        self._path = path
+        self._place = place
+        # Why there is no socket any more and none could be made, or "".
+        self._unreachable = ""
         self._since = time.time()
         self._idle_timeout_s = options.idle_timeout_s
-        self._server = Server(listener, self._open_session)
+        self.turns = Turns(units=_UNITS_PER_TURN)
+        self.large_turns = Turns(units=1, pause_s=_LARGE_PAUSE_S)
+        self._server = Server(listener, self._open_session, self.turns)
         self._started = asyncio.Event()
         self._reload_turn = asyncio.Lock()
+        self._look_turn = asyncio.Lock()
+        self._reloads = 0
         self._tasks: set[asyncio.Task[object]] = set()
         for generation in adopted:
             self.caches.adopt(generation)
@@ -204,13 +192,14 @@ class Daemon:
             self._notifier.status(f"failed: {self._summary()}")
             return status
         try:
-            await shake_hands(self._path, timeout_s=_HANDSHAKE_TIMEOUT_S)
+            await shake_hands(self._place.socket, timeout_s=_HANDSHAKE_TIMEOUT_S)
         except HANDSHAKE_ERRORS as e:
-            log.error("handshake with our own socket failed, giving up socket=%s error=%r", self._path, e)
+            log.error("handshake with our own socket failed, giving up socket=%s error=%r", self._place.socket, e)
             return EXIT_FAILURE
         await self._notifier.ready(self._summary())
-        log.info("serving device=%s socket=%s %s", self.device, self._path, self._summary())
+        log.info("serving device=%s socket=%s %s", self.device, self._place.socket, self._summary())
         self._started.set()
+        self._keep(asyncio.create_task(self._stay_reachable()))
         period_s = watchdog_period_s(os.environ)
         if period_s is not None:
             self._keep(asyncio.create_task(self._feed_watchdog(period_s)))
@@ -233,7 +222,7 @@ class Daemon:
         await self._notifier.stopping()
         # 1. Nobody new.
         await self._server.stop_accepting()
-        self._path.unlink(missing_ok=True)
+        self._place.leave()
         # 2. The loader child and the digest child, with everything they started.
         for task in self._tasks:
             task.cancel()
@@ -259,15 +248,24 @@ class Daemon:
 
     def reload_on_signal(self) -> None:
         log.info("reload asked by=SIGHUP")
+        # Where it is refused, one of those that wait will read the manifest as it is now.
         self.reload(force=False, only=[])
 
-    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused]:
-        """Begin a reload, which goes on whoever waits for it. Reloads run one after the other."""
+    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[ReloadResult] | Refused:
+        """Begin a reload, which goes on whoever waits for it. Reloads run one after the other.
+
+        Refused where too many wait already: peers that ask and leave must not pile them up.
+        """
+        if self._reloads >= MAX_RELOADS:
+            message = f"{MAX_RELOADS} reloads wait for their turn already: try again when they are over"
+            return Refused(code="busy", message=message)
+        self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only))
+        task.add_done_callback(self._reload_ended)
         self._keep(task)
         return task
 
-    async def _reload(self, *, force: bool, only: list[str]) -> list[CacheOutcome] | ReloadReply | Refused:
+    async def _reload(self, *, force: bool, only: list[str]) -> ReloadResult:
         # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
         await self._started.wait()
         async with self._reload_turn:
@@ -280,6 +278,9 @@ class Daemon:
                 return Refused(code="unknown-cache", message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
+
+    def _reload_ended(self, _: asyncio.Task[ReloadResult]) -> None:
+        self._reloads -= 1
 
     # ---- inspection
 
@@ -306,12 +307,48 @@ class Daemon:
             parts.append(f"manifest refused: {self.reconciler.manifest_error}")
         return "; ".join(parts)
 
+    # ---- being reachable
+
+    async def _stay_reachable(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_PERIOD_S)
+            await self._look_after_place()
+
+    async def _look_after_place(self) -> None:
+        """Make the socket again if somebody removed it; say so if that cannot be done."""
+        async with self._look_turn:
+            if not self._place.is_lost():
+                self._unreachable = ""
+                return
+            try:
+                await self._server.accept_on(self._place.take_again())
+            except DeviceBusyError as e:
+                # Not unreachable: once the manager has replaced us, the other's end is all that is needed.
+                log.error("our place was taken socket=%s error=%s", self._place.socket, e)
+            except RuntimePathError as e:
+                if str(e) != self._unreachable:
+                    log.error("our socket is gone and cannot be made again socket=%s error=%s", self._place.socket, e)
+                    self._notifier.status(f"unreachable: {e}")
+                self._unreachable = str(e)
+            else:
+                self._unreachable = ""
+                log.warning("our socket was removed, it is made again socket=%s", self._place.socket)
+                self._notifier.status(self._summary())
+
     async def _feed_watchdog(self, period_s: float) -> None:
-        """Tell the manager that we live, only while a peer would be served."""
+        """Tell the manager that we live, only while a peer would be served.
+
+        Or while there is no place for a socket: a new daemon would not find one either, give up, and the weights would
+        be lost.
+        """
         while True:
             try:
-                await shake_hands(self._path, timeout_s=period_s)
+                await shake_hands(self._place.socket, timeout_s=period_s)
                 self._notifier.alive()
             except HANDSHAKE_ERRORS as e:
-                log.error("handshake with our own socket failed, the watchdog is not fed error=%r", e)
+                await self._look_after_place()
+                if self._unreachable:
+                    self._notifier.alive()
+                else:
+                    log.error("handshake with our own socket failed, the watchdog is not fed error=%r", e)
             await asyncio.sleep(period_s)

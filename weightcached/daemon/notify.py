@@ -16,6 +16,7 @@ from weightcached.daemon.caches import Cache, LoadProgress
 
 # Start-up may take an hour and shows it; one status line a second within a phase is enough for that.
 _PROGRESS_PERIOD_S = 1.0
+_MANAGER_TIMEOUT_S = 30.0
 
 
 def _plain(text: str) -> str:
@@ -34,6 +35,9 @@ class Notifier:
     def __init__(self, *, extend_s: float) -> None:
         self._waiting = sdnotify.SystemdNotifier()
         self._hasty = sdnotify.SystemdNotifier()
+        if self._waiting.socket is not None:
+            # A manager that hangs must not keep us from ending.
+            self._waiting.socket.settimeout(_MANAGER_TIMEOUT_S)
         if self._hasty.socket is not None:
             self._hasty.socket.setblocking(False)
         self._extend_usec = int(extend_s * 1_000_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import socket
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, send
 
 # How long a sender waits when too many descriptors of this user are in flight (unix(7), ETOOMANYREFS).
 _IN_FLIGHT_RETRY_S = 0.05
+_CONNECT_RETRY_S = 0.001
 
 
 def _wake(turn: asyncio.Future[None]) -> None:
@@ -42,7 +42,7 @@ async def _writable(fd: int) -> None:
 
 async def recv(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES) -> Packet:
     """The next packet; raises as recv_packet() does. No deadline of its own."""
-    # One turn of the loop per packet, or a peer that floods would be the only one served.
+    # One turn of the loop per packet, or whoever floods would be the only one served.
     await asyncio.sleep(0)
     while True:
         try:
@@ -65,19 +65,6 @@ async def send(sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, tim
                 await asyncio.sleep(_IN_FLIGHT_RETRY_S)
 
 
-def hang_up(sock: socket.socket) -> None:
-    """Close a connection so that the peer can still read what was sent to it.
-
-    Unread data at close() would give the peer ECONNRESET in place of the last answer. What it had sent is thrown
-    away; from here on its sends fail with EPIPE.
-    """
-    with sock, contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RD)
-        # Ends at b"": nothing can be added any more. Descriptors among it are closed by the kernel.
-        while sock.recv(1):
-            pass
-
-
 async def connect(path: str, *, timeout_s: float) -> socket.socket:
     """A connection to the socket at `path`; the caller closes it. Raises TimeoutError, OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -89,8 +76,9 @@ async def connect(path: str, *, timeout_s: float) -> socket.socket:
                     sock.connect(path)
                     return sock
                 except BlockingIOError:
-                    # The listener's backlog is full; nothing tells when it no longer is.
-                    await asyncio.sleep(0.02)
+                    # The listener's backlog is full; nothing tells when it no longer is. Where peers fill it, too,
+                    # places are taken as soon as they are free.
+                    await asyncio.sleep(_CONNECT_RETRY_S)
     except BaseException:
         sock.close()
         raise

@@ -20,9 +20,13 @@ class PeerRefusedError(Exception):
 class Peer:
     """A connected process of our own user. `pid` is 0 where it lives in a pid namespace that we cannot see."""
 
-    def __init__(self, pid: int, pidfd: OwnedFd | None) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.pidfd = pidfd
+        self.pidfd: OwnedFd | None = None
+
+    def follow(self, sock: socket.socket) -> None:
+        """Open the pidfd that tells of its death, where there is one to be had."""
+        self.pidfd = _pidfd(sock, self.pid)
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -39,7 +43,7 @@ def identify(sock: socket.socket) -> Peer:
         raise PeerRefusedError(
             f"uid {uid} may not use this daemon, it serves uid {os.getuid()} alone: run the engine as that user"
         )
-    return Peer(pid, _pidfd(sock, pid))
+    return Peer(pid)
 
 
 def _pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:

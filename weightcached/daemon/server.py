@@ -1,6 +1,6 @@
 """The listening socket: accept peers, refuse strangers and crowds, give each of the others a Session.
 
-Owns the socket and the connections; what is said on them is session.py's.
+Owns the socket and the connections; what is said on them is session.py's, who is served when is turns.py's.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import logging
 import os
 import resource
 import socket
-import stat
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from weightcached.daemon import packets
+from weightcached.daemon import foreign, packets
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
-from weightcached.errors import ProtocolError, RuntimePathError
+from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Account, Turns
+from weightcached.errors import ProtocolError
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, decode_reply, encode
 
@@ -28,57 +30,50 @@ MAX_CONNECTIONS = 512
 # Kept free of peers: to start a loader (10), for our own handshake (3), to reach the descriptor store (3), and as
 # many again for what libraries open for a moment.
 _RESERVED_DESCRIPTORS = 32
-_BACKLOG = 256
 # Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
 _ACCEPT_PAUSE_S = 0.2
+# So many are taken from the backlog before others get a turn: each costs little, and nobody can be served in it.
+_ACCEPT_AT_ONCE = 32
+_MAKE_ROOM_TIMEOUT_S = 0.1
+_CLOSE_TIMEOUT_S = 5.0
+_MAX_BURIALS = 32
 HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
 
 
-def listen(path: Path) -> socket.socket:
-    """Bind `path` with mode 0600, in place of what a dead daemon left. Only the holder of the device's lock may.
+class _Connection(NamedTuple):
+    """One that is served. `session` tells whether it holds a lease."""
 
-    Raises RuntimePathError.
-    """
-    _unlink_stale(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # From the first moment on: between bind() and a chmod() others could connect.
-    umask = os.umask(0o177)
-    try:
-        sock.bind(os.fspath(path))
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except OSError as e:
-        sock.close()
-        raise RuntimePathError(f"cannot listen on {path}: {e.strerror or e}") from e
-    finally:
-        os.umask(umask)
-    return sock
-
-
-def _unlink_stale(path: Path) -> None:
-    try:
-        info = path.lstat()
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(info.st_mode):
-        raise RuntimePathError(f"{path} is not a socket (symbolic links are refused): remove it")
-    log.info("stale socket removed path=%s", path)
-    path.unlink()
+    peer: Peer
+    session: Session
 
 
 class Server:
     """Serves every connection of `listener` in a task of its own. `open_session` makes the Session for a peer."""
 
-    def __init__(self, listener: socket.socket, open_session: Callable[[socket.socket, Peer], Session]) -> None:
+    def __init__(
+        self, listener: socket.socket, open_session: Callable[[socket.socket, Peer], Session], turns: Turns
+    ) -> None:
         self._listener = listener
         self._open_session = open_session
-        self._connections: set[asyncio.Task[None]] = set()
+        self._turns = turns
+        # In the order in which they came.
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
+        # Connections by pid.
+        self._of_process: Counter[int] = Counter()
+        # Of connections that were refused; those of the others count as connections until they are over.
+        self._burials: set[asyncio.Future[None]] = set()
         # The kernel gives the lowest free number, so a number tells how many are taken.
         self._first_reserved = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._accepting = asyncio.create_task(self._accept())
+
+    async def accept_on(self, listener: socket.socket) -> None:
+        """From now on, new peers come by another socket. Those who are connected stay."""
+        await self.stop_accepting()
+        self._listener = listener
+        self.start()
 
     async def stop_accepting(self) -> None:
         if self._accepting is not None:
@@ -87,15 +82,20 @@ class Server:
         self._listener.close()
 
     async def close_connections(self) -> None:
-        for task in self._connections:
+        tasks = list(self._connections)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        if tasks:
+            # What a peer sent may hold up the end of its connection, not ours.
+            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
 
     async def _accept(self) -> None:
+        at_once = 0
         while True:
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
+                at_once = 0
                 await packets.readable(self._listener.fileno())
             except ConnectionAbortedError:
                 continue
@@ -103,29 +103,40 @@ class Server:
                 log.warning("cannot accept, pausing error=%s connections=%d", e.strerror, len(self._connections))
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
-                self._welcome(sock)
-                # A flood of connections must leave turns to those who are connected.
-                await asyncio.sleep(0)
+                await self._welcome(sock)
+                at_once = (at_once + 1) % _ACCEPT_AT_ONCE
+                if at_once == 0:
+                    # A flood of connections must leave turns to those who are connected.
+                    await asyncio.sleep(0)
 
-    def _welcome(self, sock: socket.socket) -> None:
+    async def _welcome(self, sock: socket.socket) -> None:
+        """Serve the connection from now on, or refuse it."""
         sock.setblocking(False)
         try:
             peer = identify(sock)
         except PeerRefusedError as e:
             log.warning("peer refused reason=%s", e)
-            _refuse(sock, Refused(code="peer", message=str(e)))
+            await self._refuse(sock, Refused(code="peer", message=str(e)))
             return
-        # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
         limit = self._limit_reached(sock)
-        if limit and peer.pid != os.getpid():
+        # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
+        if limit and peer.pid != os.getpid() and not await self._make_room(peer):
             log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
-            peer.close()
             message = f"this daemon has {limit}: close some, then try again"
-            _refuse(sock, Refused(code="busy", message=message))
+            await self._refuse(sock, Refused(code="busy", message=message))
             return
-        task = asyncio.create_task(self._serve(sock, peer))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        peer.follow(sock)
+        session = self._open_session(sock, peer)
+        task = asyncio.create_task(self._serve(sock, peer, session))
+        self._connections[task] = _Connection(peer, session)
+        self._of_process[peer.pid] += 1
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        pid = self._connections.pop(task).peer.pid
+        self._of_process[pid] -= 1
+        if not self._of_process[pid]:
+            del self._of_process[pid]
 
     def _limit_reached(self, sock: socket.socket) -> str:
         """Why one more connection is too many, or ""."""
@@ -136,26 +147,54 @@ class Server:
             return f"{len(self._connections)} connections, {allowed}"
         return ""
 
-    async def _serve(self, sock: socket.socket, peer: Peer) -> None:
-        session = asyncio.create_task(self._open_session(sock, peer).run())
+    async def _make_room(self, newcomer: Peer) -> bool:
+        """End the last connection without a lease of the process that has the most, if `newcomer` has fewer."""
+        greediest, count = max(self._of_process.items(), key=lambda item: item[1], default=(0, 0))
+        if count <= self._of_process[newcomer.pid] + 1:
+            return False
+        for task, connection in reversed(self._connections.items()):
+            if connection.peer.pid == greediest and not connection.session.holds_lease and not task.cancelling():
+                log.warning("connection ended to make room pid=%d connections=%d", greediest, count)
+                task.cancel()
+                ended, _ = await asyncio.wait({task}, timeout=_MAKE_ROOM_TIMEOUT_S)
+                return bool(ended)
+        return False
+
+    async def _refuse(self, sock: socket.socket, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            send_packet(sock, encode(message))
+        burial = foreign.hang_up(sock)
+        if burial is not None:
+            self._burials.add(burial)
+            burial.add_done_callback(self._burials.discard)
+            if len(self._burials) >= _MAX_BURIALS:
+                await asyncio.wait(self._burials, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _serve(self, sock: socket.socket, peer: Peer, session: Session) -> None:
+        account = self._turns.account(peer.pid)
+        try:
+            await self._turns.take(account, GREETING_UNITS)
+            await self._converse(peer, session, account)
+        finally:
+            peer.close()
+            burial = foreign.hang_up(sock)
+            if burial is not None:
+                await asyncio.wait({burial})
+
+    async def _converse(self, peer: Peer, session: Session, account: Account) -> None:
+        talk = asyncio.create_task(session.run())
         death = asyncio.create_task(packets.readable(peer.pidfd.fileno())) if peer.pidfd else None
+        tasks = [talk, *([death] if death else [])]
         try:
             # Whichever is first: the peer's death shows in its pidfd even while others hold its socket open.
-            await asyncio.wait([session, *([death] if death else [])], return_when=asyncio.FIRST_COMPLETED)
-            _log_end(peer, session)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # Hundreds may end at once, with their process.
+            await self._turns.take(account, BURIAL_UNITS)
+            _log_end(peer, talk)
         finally:
-            tasks = [session, *([death] if death else [])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            packets.hang_up(sock)
-            peer.close()
-
-
-def _refuse(sock: socket.socket, message: Message) -> None:
-    with contextlib.suppress(OSError):
-        send_packet(sock, encode(message))
-    packets.hang_up(sock)
 
 
 def _log_end(peer: Peer, session: asyncio.Task[None]) -> None:
@@ -182,3 +221,5 @@ async def shake_hands(path: Path, *, timeout_s: float) -> None:
             reply = decode_reply((await packets.recv(sock, max_fds=0)).data)
             if not isinstance(reply, Welcome):
                 raise ProtocolError(f"our own socket answers {type(reply).__name__}")
+            if reply.pid != os.getpid():
+                raise ProtocolError(f"another daemon, pid {reply.pid}, answers on our socket")

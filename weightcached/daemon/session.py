@@ -11,10 +11,11 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable
+from functools import partial
 from typing import Protocol
 
 from weightcached import __version__
-from weightcached.daemon import packets
+from weightcached.daemon import foreign, packets
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.leases import Lease, Leases
@@ -22,6 +23,7 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
+from weightcached.daemon.turns import BYTES_PER_UNIT, Turns
 from weightcached.errors import ProtocolError
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
@@ -78,11 +80,15 @@ class Service(Protocol):
     leases: Leases
     matcher: Matcher
     tally: Tally
+    turns: Turns
+    large_turns: Turns
     reconciler: Reconciler
 
     def status(self) -> StatusReply: ...
 
-    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused]: ...
+    def reload(
+        self, *, force: bool, only: list[str]
+    ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
 
 
 class Session:
@@ -97,6 +103,12 @@ class Session:
         self._idle_timeout_s = idle_timeout_s
         self._purpose = "ctl"
         self._leases: dict[Generation, Lease] = {}
+        self._account = service.turns.account(peer.pid)
+        self._large_account = service.large_turns.account(peer.pid)
+
+    @property
+    def holds_lease(self) -> bool:
+        return bool(self._leases)
 
     async def run(self) -> None:
         """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError saying how it ended."""
@@ -151,7 +163,16 @@ class Session:
                 await _cancel(listener, answer)
 
     async def _recv(self) -> Packet:
-        return await packets.recv(self._sock, max_fds=0, max_large_bytes=MAX_REQUEST_BYTES)
+        """The next packet. Until it is this peer's turn, it stays in the socket."""
+        turns, large_turns = self._service.turns, self._service.large_turns
+        packet = await foreign.recv(
+            self._sock,
+            partial(turns.take, self._account),
+            partial(large_turns.take, self._large_account),
+            max_large_bytes=MAX_REQUEST_BYTES,
+        )
+        turns.charge(self._account, len(packet.data) // BYTES_PER_UNIT)
+        return packet
 
     async def _next_packet(self) -> Packet:
         return await self._within_idle_limit(self._recv())
@@ -265,6 +286,9 @@ class Session:
     async def _reload(self, request: Reload) -> None:
         """The reload is the daemon's, not this session's: it goes on if the tool leaves."""
         task = self._service.reload(force=request.force, only=request.caches)
+        if isinstance(task, Refused):
+            await self._send(task)
+            return
         while not task.done():
             for cache in self._service.caches:
                 if cache.load is not None:

@@ -79,12 +79,12 @@ def sealed_memfd(name: str, data: bytes) -> OwnedFd:
 
 def is_sealed(fd: int) -> bool:
     """Whether the descriptor is a memfd sealed against write, grow and shrink."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        return False
+    # Before any other question: of a descriptor from a file system that hangs, fstat() would hang, too.
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & READ_ONLY_SEALS == READ_ONLY_SEALS
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & READ_ONLY_SEALS == READ_ONLY_SEALS
     except OSError:
         return False
+    return sealed and stat.S_ISREG(os.fstat(fd).st_mode)
 
 
 def read_sealed(fd: int, *, max_nbytes: int) -> bytes:

@@ -21,7 +21,7 @@ MAX_PACKET_BYTES = 64 * 1024
 MAX_PACKET_FDS = 250
 MAX_LARGE_BYTES = 16 * 1024 * 1024
 # What the daemon takes from a peer: a key of 4096 files. One of 16 MiB would occupy it for 0.2 s to decode.
-MAX_REQUEST_BYTES = 2 * 1024 * 1024
+MAX_REQUEST_BYTES = 1024 * 1024
 # Not a msgpack map or array, so it cannot begin a message.
 _LARGE = b"\xc1large"
 _FD_BYTES = array.array("i").itemsize

@@ -1,0 +1,119 @@
+"""Descriptors that peers send: received, read and closed where they can hold nobody up.
+
+To close the last descriptor of a socket that lingers, or of a file on a dead network mount, takes as long as its sender
+likes. The kernel does it in the thread that receives the packet with it, or that closes the connection on which the
+packet still waits. So whatever carries descriptors is touched in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from weightcached.daemon.packets import readable
+from weightcached.wire.framing import Packet, recv_packet
+
+_T = TypeVar("_T")
+_QUEUED = re.compile(r"^scm_fds:\s*([0-9]+)$", re.MULTILINE)
+
+
+async def recv(
+    sock: socket.socket,
+    turn: Callable[[], Awaitable[None]],
+    large_turn: Callable[[], Awaitable[None]],
+    *,
+    max_large_bytes: int,
+) -> Packet:
+    """The next packet, or the message in a memfd that it stands for, once it is there and `turn()` has returned.
+
+    What carries a descriptor waits for `large_turn()` as well, and stays in the socket until then. Raises as
+    recv_packet() does.
+    """
+    while True:
+        await readable(sock.fileno())
+        await turn()
+        try:
+            if not _carries_descriptors(sock):
+                return recv_packet(sock, max_fds=0)
+            await large_turn()
+            # Its own descriptor: the connection may be given up meanwhile.
+            ours = sock.dup()
+            return await _in_thread(partial(_recv_and_close, ours, max_large_bytes))
+        except BlockingIOError:
+            continue
+
+
+def _carries_descriptors(sock: socket.socket) -> bool:
+    """Whether descriptors are with the next packet. A look does not take them over."""
+    _, _, flags, _ = sock.recvmsg(1, 0, socket.MSG_PEEK)
+    return bool(flags & socket.MSG_CTRUNC)
+
+
+def _recv_and_close(ours: socket.socket, max_large_bytes: int) -> Packet:
+    with ours:
+        return recv_packet(ours, max_fds=0, max_large_bytes=max_large_bytes)
+
+
+def hang_up(sock: socket.socket) -> asyncio.Future[None] | None:
+    """Close a connection so that the peer can still read what was sent to it. Returns what is left to wait for.
+
+    Unread data at close() would give the peer ECONNRESET in place of the last answer. What it had sent is thrown
+    away; from here on its sends fail with EPIPE.
+    """
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RD)
+    # Nothing can be added any more.
+    if _queued_descriptors(sock) == 0:
+        _drain_and_close(sock)
+        return None
+    return asyncio.ensure_future(_in_thread(partial(_drain_and_close, sock)))
+
+
+def _queued_descriptors(sock: socket.socket) -> int | None:
+    """How many descriptors wait in the socket; None where the kernel (before 5.13) does not say."""
+    try:
+        found = _QUEUED.search(Path(f"/proc/self/fdinfo/{sock.fileno()}").read_text())
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def _drain_and_close(sock: socket.socket) -> None:
+    with sock, contextlib.suppress(OSError):
+        # Ends at b"". Descriptors among it are closed by the kernel.
+        while sock.recv(1):
+            pass
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    """Run what may take for ever, in a thread that nobody waits for at the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_T] = loop.create_future()
+
+    def settle(result: _T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as e:
+            error = e
+        # The loop may have ended.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="foreign-descriptors", daemon=True).start()
+    return await done

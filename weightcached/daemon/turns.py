@@ -1,0 +1,86 @@
+"""Whose turn it is. Everything that a peer may make the daemon do waits here first, and who asked for least is next.
+
+Fairness is between processes, not connections: one that floods on hundreds of them waits behind itself alone
+(start-time fair queueing: each item starts where the process's last one ends, or where the queue is now).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from weakref import WeakValueDictionary
+
+# In units of work; one is about what a status costs.
+REQUEST_UNITS = 1
+GREETING_UNITS = 2
+BURIAL_UNITS = 1
+BYTES_PER_UNIT = 4096
+
+
+class Account:
+    """What one process has had done, as the place in the queue where its next item starts at the earliest."""
+
+    __slots__ = ("__weakref__", "start")
+
+    def __init__(self) -> None:
+        self.start = 0
+
+
+class Turns:
+    """A queue of which at most `units`, or one item, are let go on at a time, then again after `pause_s` seconds.
+
+    Without a pause that is one turn of the event loop, in which it also looks at its sockets.
+    """
+
+    def __init__(self, *, units: int, pause_s: float = 0.0) -> None:
+        self._units = units
+        self._pause_s = pause_s
+        # (start, number, units, turn); the number keeps equals in order.
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        self._number = 0
+        self._now = 0
+        self._scheduled = False
+        self._accounts: WeakValueDictionary[int, Account] = WeakValueDictionary()
+
+    def account(self, pid: int) -> Account:
+        """The account of a process, to be kept for as long as it has a connection.
+
+        Those whose pid cannot be seen from here (0) share one.
+        """
+        account = self._accounts.get(pid)
+        if account is None:
+            account = self._accounts[pid] = Account()
+        return account
+
+    async def take(self, account: Account, units: int = REQUEST_UNITS) -> None:
+        """Return when it is this account's turn to have so much done."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        start = max(account.start, self._now)
+        account.start = start + units
+        self._number += 1
+        heapq.heappush(self._waiting, (start, self._number, units, turn))
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._let_go)
+        await turn
+
+    def charge(self, account: Account, units: int) -> None:
+        """What was done in the last turn turned out to be more: the next one is later for it."""
+        account.start += units
+
+    def _let_go(self) -> None:
+        left = self._units
+        while self._waiting and left > 0:
+            start, _, units, turn = heapq.heappop(self._waiting)
+            # Whoever waited may have left.
+            if not turn.done():
+                self._now = max(self._now, start)
+                left -= units
+                turn.set_result(None)
+        rested = left == self._units
+        if self._pause_s and not rested:
+            asyncio.get_running_loop().call_later(self._pause_s, self._let_go)
+        elif self._waiting:
+            asyncio.get_running_loop().call_soon(self._let_go)
+        else:
+            self._scheduled = False
