@@ -118,11 +118,13 @@ def reload_in_place(llm: Any) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     loader = get_model_loader(config.load_config)
     disk = DefaultModelLoader(loader._disk_loader().load_config)
+    device = torch.device(config.device_config.device)
     with set_current_vllm_config(config), isolated_build(config, keep=False):
         torch.set_default_dtype(config.model_config.dtype)
-        model = loader.create_model(config, config.model_config)
-        config.compilation_config.static_forward_context.clear()
-        other = disk.create_model(config, config.model_config)
+        with device:
+            model = loader.create_model(config, config.model_config)
+            config.compilation_config.static_forward_context.clear()
+            other = disk.create_model(config, config.model_config)
         torch.set_default_dtype(torch.float32)
         addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
         loader.load_weights(model, config.model_config)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
+
+from weightcached.devices import list_gpus, visible_gpus
 
 with warnings.catch_warnings():
     # Warnings are errors in our tests; those of torch's import are not ours.
     warnings.simplefilter("ignore")
     import torch
+
+
+def visible() -> list[str]:
+    """The GPUs that this process may use, in its order: with CUDA_VISIBLE_DEVICES two runs share a machine."""
+    return visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,10 @@ import pytest
 from bench.harness import Engine
 from tests.engine.conftest import ENVIRONMENT, Engines, Service
 from tests.fakes.stub_daemon import Answer, Packet, Script, StubDaemon, status, welcome
+from tests.gpu.conftest import visible
 from tests.gpu.test_engines import ENGINE, make
 from tests.systemd.manager import PrivateManager
 from weightcached import index as index_format
-from weightcached.devices import list_gpus
 from weightcached.paths import socket_path
 from weightcached.wire.client import Connection
 from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd
@@ -43,7 +43,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def device() -> str:
-    return list_gpus()[0].uuid
+    return visible()[0]
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_engine_on_another_gpu_than_the_cache_loads_from_disk(
     service: Service, models: dict[str, Path], device: str, expected: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    gpus = [gpu.uuid for gpu in list_gpus()]
+    gpus = visible()
     if len(gpus) < 2:
         pytest.skip("this machine has one GPU")
     for name, value in service.env.items():

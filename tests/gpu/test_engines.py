@@ -20,22 +20,18 @@ from bench.attach import Memory
 from bench.checkpoints import llama_config, write_checkpoint
 from bench.harness import Engine, Unit
 from tests.engine.conftest import ENVIRONMENT, ROOT, Engines, Service
+from tests.gpu.conftest import visible
 from tests.systemd.manager import PrivateManager
-from weightcached.devices import list_gpus
 
 ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True}
 MIB = 1 << 20
 FREED_TIMEOUT_S = 20.0
 SHAPE = {"hidden": 1024, "intermediate": 2816, "layers": 6, "heads": 16, "kv_heads": 8, "vocab": 16000}
-# What each cached model is, and the engine arguments with which it is loaded from disk as well.
+# What each cached model is, and the engine arguments with which it is loaded from disk as well. The other
+# quantizations and architectures are test_quantization.py's.
 MODELS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "tied": {"tied": True},
-    "moe": {"experts": 8},
-    "fp8": {"quantization": "fp8"},
-    "int8": {"quantization": "int8"},
-    "awq": {"quantization": "awq"},
-    "gptq": {"quantization": "gptq"},
     "fp8-online": {"engine": {"quantization": "fp8"}},
     # An embedding of 1.2 GiB: larger than a segment.
     "large": {"vocab": 640_000, "layers": 2},
@@ -55,7 +51,7 @@ def make(
 
 @pytest.fixture(scope="module")
 def device() -> str:
-    return list_gpus()[0].uuid
+    return visible()[0]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +118,33 @@ def test_attached_engine_decodes_what_one_from_disk_decodes(
     assert "all digests equal" in verified.stdout
 
 
+def test_weights_are_copied_in_place_into_a_model_that_is_built(
+    service: Service, engines: Engines, checkpoints: dict[str, Path]
+) -> None:
+    engines.tokens(checkpoints["bf16"], "ipc_cache", loader={"fallback": False}, **ENGINE)
+    assert engines.ask(call="reload_in_place")["result"] == {
+        "names_equal": True,
+        "bytes_equal": True,
+        "in_place": True,
+    }
+    engines.ask(close=True)
+
+
+def test_engine_with_copies_of_its_own_gives_the_cache_back(
+    service: Service, engines: Engines, checkpoints: dict[str, Path], device: str, memory: Memory
+) -> None:
+    disk = engines.tokens(checkpoints["tied"], **ENGINE)
+    copied = engines.tokens(checkpoints["tied"], "ipc_cache", loader={"fallback": False, "mode": "copy"}, **ENGINE)
+    assert copied == disk
+    states = {cache["name"]: cache["state"] for cache in service.caches(device)}
+    assert states["tied/target"] == "released"
+    service.ctl("reload", device)
+    engines.ask(close=True)
+    assert {cache["state"] for cache in service.caches(device)} == {"ready"}
+    assert engines.tokens(checkpoints["tied"], "ipc_cache", loader={"fallback": False}, **ENGINE) == disk
+    engines.ask(close=True)
+
+
 def test_kernel_that_writes_into_a_shared_parameter_fails_and_changes_nothing(
     service: Service, checkpoints: dict[str, Path], device: str
 ) -> None:
@@ -163,7 +186,7 @@ def test_engine_in_its_own_namespaces_attaches(
 def test_two_tensor_parallel_ranks_on_two_gpus(
     service: Service, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus = [gpu.uuid for gpu in list_gpus()]
+    gpus = visible()
     if len(gpus) < 2:
         pytest.skip("this machine has one GPU")
     for name, value in service.env.items():

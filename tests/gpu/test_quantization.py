@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.conftest import visible
 from tests.gpu.lanes import BURST_TOKENS, Lanes, Result
 from tests.gpu.models import MODELS, make_checkpoints
-from weightcached.devices import list_gpus
 
 # kv_cache_memory_bytes: vLLM then measures no memory, which changes all the time with so many processes on the device.
 ENGINE = {
@@ -38,7 +38,7 @@ def lanes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     paths = make_checkpoints([name for name in MODELS if name in chosen], tmp_path_factory.mktemp("models"))
     report = Path(os.environ["OUT"]) / "quantization.jsonl" if "OUT" in os.environ else None
     lanes = Lanes(
-        paths, list_gpus()[0].uuid, count=min(6, max(1, (os.cpu_count() or 1) // CORES_PER_LANE)), engine=ENGINE,
+        paths, visible()[0], count=min(6, max(1, (os.cpu_count() or 1) // CORES_PER_LANE)), engine=ENGINE,
         environment=ENVIRONMENT, report=report,
     )  # fmt: skip
     yield lanes
