@@ -79,6 +79,8 @@ class Seat:
         self._directory = directory
         self._count = 0
         self._engines: Engines | None = None
+        # What the process wrote while it made its last answer.
+        self.log = ""
         self.start()
 
     def start(self) -> Engines:
@@ -89,6 +91,7 @@ class Seat:
     def ask(self, **command: Any) -> dict[str, Any]:
         """The answer. Raises StepError with what the process said last."""
         engines = self._engines or self.start()
+        engines.log()
         timer = threading.Timer(ANSWER_TIMEOUT_S, engines.process.kill)
         timer.start()
         try:
@@ -98,11 +101,11 @@ class Seat:
             raise StepError(f"the engine process ended: {e}") from e
         finally:
             timer.cancel()
+        self.log = engines.log()
         if error := answer.get("error"):
-            log = engines.log()[-_LOG_CHARS:]
-            if any(sign in error or sign in log for sign in _BROKEN):
+            if any(sign in error or sign in self.log for sign in _BROKEN):
                 self.close()
-            raise StepError(f"{error}\n{log}")
+            raise StepError(f"{error}\n{self.log[-_LOG_CHARS:]}")
         return answer
 
     def close(self) -> None:
@@ -240,6 +243,8 @@ class Lane:
         began = time.monotonic()
         answers = self._both(engine=arguments, prompts=PROMPTS, tokens=TOKENS)
         result.attach_start_seconds = time.monotonic() - began
+        if not all(f"attached {result.model}/target generation 1" in seat.log for seat in self._seats):
+            raise StepError(f"the engine mapped something else: {self._seats[0].log[-_LOG_CHARS:]}")
         equal = [answer["tokens"] == disk for answer, disk in zip(answers, self._disk[result.model], strict=True)]
         result.tokens_equal, result.twin_tokens_equal = equal
         result.burst_tokens = self._seats[0].ask(call="burst")["result"]
@@ -272,13 +277,14 @@ class Lane:
 
 
 class Lanes:
-    """All lanes. `results` has a future for each model; each result is also a line of `report`, if there is one."""
+    """All lanes, which have `timeout_s` for all models. Each result is also a line of `report`, if there is one."""
 
     def __init__(
         self, paths: Mapping[str, Path], device: str, *, count: int, engine: dict[str, Any],
-        environment: dict[str, str], report: Path | None,
+        environment: dict[str, str], report: Path | None, timeout_s: float,
     ) -> None:  # fmt: skip
         self.results: dict[str, Future[Result]] = {name: Future() for name in paths}
+        self._deadline_s = time.monotonic() + timeout_s
         self._report = report
         self._lock = threading.Lock()
         for future in self.results.values():
@@ -289,6 +295,13 @@ class Lanes:
         self._pool = ThreadPoolExecutor(len(self._lanes))
         for lane in self._lanes:
             self._pool.submit(self._run, lane)
+
+    def result(self, name: str) -> Result:
+        """Wait for what was seen of the model."""
+        try:
+            return self.results[name].result(max(self._deadline_s - time.monotonic(), 0.1))
+        except TimeoutError:
+            return Result(name, error="no result within the time for all models")
 
     def _run(self, lane: Lane) -> None:
         try:
