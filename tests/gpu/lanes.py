@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -45,11 +46,15 @@ _BROKEN = ("CUDA error", "AcceleratorError", "illegal memory", "CUBLAS", "out of
 
 @dataclass
 class Result:
-    """What was seen of one model. `error` says at which step it ended, with the reason."""
+    """What was seen of one model. `error` says at which step it ended, with the reason.
+
+    plans: hooks by class and plan, counted; reasons: why hooks did not get an earlier plan.
+    """
 
     model: str
     stage: str = ""
-    plans: list[str] = field(default_factory=list)
+    plans: dict[str, int] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
     tokens_equal: bool | None = None
     twin_tokens_equal: bool | None = None
     burst_tokens: int = 0
@@ -234,7 +239,9 @@ class Lane:
         index = index_format.decode(data)
         result.stage, result.nbytes = index.stage, index.nbytes
         result.private_nbytes = sum(segment.nbytes for segment in index.segments if segment.private)
-        result.plans = sorted({plan.plan for plan in index.modules}) or ["rerun"]
+        plans = [f"{plan.method.rpartition('.')[2] or 'values'} {plan.plan}" for plan in index.modules]
+        result.plans = dict(Counter(plans or ["every hook rerun"]))
+        result.reasons = sorted({reason[:300] for plan in index.modules if (reason := getattr(plan, "reason", ""))})[:8]
         result.load_seconds, result.phases = index.load.seconds, index.load.phases
 
     def _attach(self, result: Result) -> None:
