@@ -48,13 +48,15 @@ _BROKEN = ("CUDA error", "AcceleratorError", "illegal memory", "CUBLAS", "out of
 class Result:
     """What was seen of one model. `error` says at which step it ended, with the reason.
 
-    plans: hooks by class and plan, counted; reasons: why hooks did not get an earlier plan.
+    plans: hooks by class and plan, counted; reasons: why hooks did not get an earlier plan. repeatable: the engine from
+    disk decoded the same once more, so that its kernels' results do not depend on chance.
     """
 
     model: str
     stage: str = ""
     plans: dict[str, int] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
+    repeatable: bool | None = None
     tokens_equal: bool | None = None
     twin_tokens_equal: bool | None = None
     burst_tokens: int = 0
@@ -83,12 +85,15 @@ class Seat:
         self._environment = environment
         self._directory = directory
         self._count = 0
+        self._ended = False
         self._engines: Engines | None = None
         # What the process wrote while it made its last answer.
         self.log = ""
         self.start()
 
     def start(self) -> Engines:
+        if self._ended:
+            raise StepError("the lane has ended")
         self._count += 1
         self._engines = Engines(self._environment, self._directory / f"{self._name}-{self._count}.log")
         return self._engines
@@ -112,6 +117,11 @@ class Seat:
                 self.close()
             raise StepError(f"{error}\n{self.log[-_LOG_CHARS:]}")
         return answer
+
+    def end(self) -> None:
+        """End the process for good."""
+        self._ended = True
+        self.close()
 
     def close(self) -> None:
         engines, self._engines = self._engines, None
@@ -196,6 +206,8 @@ class Lane:
         answers = self._both(engine=self._arguments(result.model, "auto"), prompts=PROMPTS, tokens=TOKENS)
         result.disk_start_seconds = time.monotonic() - began
         self._disk[result.model] = [answer["tokens"] for answer in answers]
+        again = self._both(again=True)
+        result.repeatable = all(a["tokens"] == b["tokens"] for a, b in zip(answers, again, strict=True))
         # Prompts that decode alike, or one token for ever, would hide wrong weights.
         result.distinct = len({token for tokens in answers[0]["tokens"] for token in tokens})
         self._both(close=True)
@@ -273,7 +285,7 @@ class Lane:
     def close(self) -> None:
         """End every process of the lane."""
         for seat in self._seats:
-            seat.close()
+            seat.end()
         self._daemon.terminate()
         try:
             self._daemon.wait(20)
@@ -304,7 +316,7 @@ class Lanes:
             self._pool.submit(self._run, lane)
 
     def result(self, name: str) -> Result:
-        """Wait for what was seen of the model."""
+        """Wait for what was seen of the model, at most as long as there is time for all."""
         try:
             return self.results[name].result(max(self._deadline_s - time.monotonic(), 0.1))
         except TimeoutError:
