@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
     """The configuration of a format of compressed-tensors with one scheme for all linear layers."""
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights}
     group["input_activations"] = None if activations is None else {"symmetric": True} | activations
     return {
         "quant_method": "compressed-tensors", "format": form, "ignore": _NOT_QUANTIZED,

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -45,11 +46,17 @@ _BROKEN = ("CUDA error", "AcceleratorError", "illegal memory", "CUBLAS", "out of
 
 @dataclass
 class Result:
-    """What was seen of one model. `error` says at which step it ended, with the reason."""
+    """What was seen of one model. `error` says at which step it ended, with the reason.
+
+    plans: hooks by class and plan, counted; reasons: why hooks did not get an earlier plan. repeatable: the engine from
+    disk decoded the same once more, so that its kernels' results do not depend on chance.
+    """
 
     model: str
     stage: str = ""
-    plans: list[str] = field(default_factory=list)
+    plans: dict[str, int] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    repeatable: bool | None = None
     tokens_equal: bool | None = None
     twin_tokens_equal: bool | None = None
     burst_tokens: int = 0
@@ -78,10 +85,15 @@ class Seat:
         self._environment = environment
         self._directory = directory
         self._count = 0
+        self._ended = False
         self._engines: Engines | None = None
+        # What the process wrote while it made its last answer.
+        self.log = ""
         self.start()
 
     def start(self) -> Engines:
+        if self._ended:
+            raise StepError("the lane has ended")
         self._count += 1
         self._engines = Engines(self._environment, self._directory / f"{self._name}-{self._count}.log")
         return self._engines
@@ -89,6 +101,7 @@ class Seat:
     def ask(self, **command: Any) -> dict[str, Any]:
         """The answer. Raises StepError with what the process said last."""
         engines = self._engines or self.start()
+        engines.log()
         timer = threading.Timer(ANSWER_TIMEOUT_S, engines.process.kill)
         timer.start()
         try:
@@ -98,12 +111,17 @@ class Seat:
             raise StepError(f"the engine process ended: {e}") from e
         finally:
             timer.cancel()
+        self.log = engines.log()
         if error := answer.get("error"):
-            log = engines.log()[-_LOG_CHARS:]
-            if any(sign in error or sign in log for sign in _BROKEN):
+            if any(sign in error or sign in self.log for sign in _BROKEN):
                 self.close()
-            raise StepError(f"{error}\n{log}")
+            raise StepError(f"{error}\n{self.log[-_LOG_CHARS:]}")
         return answer
+
+    def end(self) -> None:
+        """End the process for good."""
+        self._ended = True
+        self.close()
 
     def close(self) -> None:
         engines, self._engines = self._engines, None
@@ -188,6 +206,8 @@ class Lane:
         answers = self._both(engine=self._arguments(result.model, "auto"), prompts=PROMPTS, tokens=TOKENS)
         result.disk_start_seconds = time.monotonic() - began
         self._disk[result.model] = [answer["tokens"] for answer in answers]
+        again = self._both(again=True)
+        result.repeatable = all(a["tokens"] == b["tokens"] for a, b in zip(answers, again, strict=True))
         # Prompts that decode alike, or one token for ever, would hide wrong weights.
         result.distinct = len({token for tokens in answers[0]["tokens"] for token in tokens})
         self._both(close=True)
@@ -231,7 +251,9 @@ class Lane:
         index = index_format.decode(data)
         result.stage, result.nbytes = index.stage, index.nbytes
         result.private_nbytes = sum(segment.nbytes for segment in index.segments if segment.private)
-        result.plans = sorted({plan.plan for plan in index.modules}) or ["rerun"]
+        plans = [f"{plan.method.rpartition('.')[2] or 'values'} {plan.plan}" for plan in index.modules]
+        result.plans = dict(Counter(plans or ["every hook rerun"]))
+        result.reasons = sorted({reason[:300] for plan in index.modules if (reason := getattr(plan, "reason", ""))})[:8]
         result.load_seconds, result.phases = index.load.seconds, index.load.phases
 
     def _attach(self, result: Result) -> None:
@@ -240,6 +262,8 @@ class Lane:
         began = time.monotonic()
         answers = self._both(engine=arguments, prompts=PROMPTS, tokens=TOKENS)
         result.attach_start_seconds = time.monotonic() - began
+        if not all(f"attached {result.model}/target generation 1" in seat.log for seat in self._seats):
+            raise StepError(f"the engine mapped something else: {self._seats[0].log[-_LOG_CHARS:]}")
         equal = [answer["tokens"] == disk for answer, disk in zip(answers, self._disk[result.model], strict=True)]
         result.tokens_equal, result.twin_tokens_equal = equal
         result.burst_tokens = self._seats[0].ask(call="burst")["result"]
@@ -261,7 +285,7 @@ class Lane:
     def close(self) -> None:
         """End every process of the lane."""
         for seat in self._seats:
-            seat.close()
+            seat.end()
         self._daemon.terminate()
         try:
             self._daemon.wait(20)
@@ -272,13 +296,14 @@ class Lane:
 
 
 class Lanes:
-    """All lanes. `results` has a future for each model; each result is also a line of `report`, if there is one."""
+    """All lanes, which have `timeout_s` for all models. Each result is also a line of `report`, if there is one."""
 
     def __init__(
         self, paths: Mapping[str, Path], device: str, *, count: int, engine: dict[str, Any],
-        environment: dict[str, str], report: Path | None,
+        environment: dict[str, str], report: Path | None, timeout_s: float,
     ) -> None:  # fmt: skip
         self.results: dict[str, Future[Result]] = {name: Future() for name in paths}
+        self._deadline_s = time.monotonic() + timeout_s
         self._report = report
         self._lock = threading.Lock()
         for future in self.results.values():
@@ -289,6 +314,13 @@ class Lanes:
         self._pool = ThreadPoolExecutor(len(self._lanes))
         for lane in self._lanes:
             self._pool.submit(self._run, lane)
+
+    def result(self, name: str) -> Result:
+        """Wait for what was seen of the model, at most as long as there is time for all."""
+        try:
+            return self.results[name].result(max(self._deadline_s - time.monotonic(), 0.1))
+        except TimeoutError:
+            return Result(name, error="no result within the time for all models")
 
     def _run(self, lane: Lane) -> None:
         try:
