@@ -62,43 +62,61 @@ Load = Callable[..., Model]
 
 
 @pytest.fixture(scope="module")
-def load(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """Load a tiny Llama as the processed stage does, on the CPU."""
+def configured(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Write a checkpoint's configuration, or all of it, and have vLLM read it."""
     from weightcached.loader import rank
 
-    path = tmp_path_factory.mktemp("model")
-    config = llama_config(
-        hidden=256, intermediate=512, layers=2, heads=8, kv_heads=4, vocab=512, dtype="bfloat16", tied=False
+    def configured(config: dict[str, Any], **arguments: Any) -> Any:
+        path = tmp_path_factory.mktemp("model")
+        if "load_format" not in arguments:
+            write_checkpoint(path, config, shards=1, seed=3)
+        config["quantization_config"] = {"quant_method": "weightcached-test", "methods": SUITED}
+        (path / "config.json").write_text(json.dumps(config))
+        job = LoaderJob(
+            device="cpu0", cache="t/target", role="target", generation=1, spec_digest="", rank=0, boot_id="",
+            socket_fd=0, engine={"model": str(path), "max_model_len": 256, **arguments},
+        )  # fmt: skip
+        return rank.create_vllm_config(job)
+
+    return configured
+
+
+@pytest.fixture(scope="module")
+def llama(configured: Callable[..., Any]) -> Any:
+    return configured(
+        llama_config(
+            hidden=256, intermediate=512, layers=2, heads=8, kv_heads=4, vocab=512, dtype="bfloat16", tied=False
+        )
     )
-    config["quantization_config"] = {"quant_method": "weightcached-test", "methods": SUITED}
-    write_checkpoint(path, config, shards=1, seed=3)
-    (path / "config.json").write_text(json.dumps(config))
-    job = LoaderJob(
-        device="cpu0", cache="t/target", role="target", generation=1, spec_digest="", rank=0, boot_id="", socket_fd=0,
-        engine={"model": str(path), "max_model_len": 256},
-    )  # fmt: skip
-    vllm_config = rank.create_vllm_config(job)
-    model_config = vllm_config.model_config
+
+
+@pytest.fixture(scope="module")
+def load(llama: Any) -> Iterator[Load]:
+    """Load a tiny model as the processed stage does, on the CPU."""
+    from vllm.config import set_current_vllm_config
+
+    from weightcached.loader import rank
+
     made: list[Packed] = []
 
-    def load(**changed: str) -> Model:
+    def load(config: Any = llama, **changed: str) -> Model:
         methods = SUITED | changed
 
         def build() -> nn.Module:
-            vllm_config.quant_config.methods = methods
-            with engine.isolated_build(vllm_config, keep=False):
-                built: nn.Module = engine.build_on_meta(vllm_config, model_config)
+            config.quant_config.methods = methods
+            with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
+                built: nn.Module = engine.build_on_meta(config, config.model_config)
                 return built
 
-        vllm_config.quant_config.methods = methods
-        with engine.isolated_build(vllm_config, keep=False):
-            model = rank.load_for_stage(vllm_config, model_config, "processed", lambda nbytes: None)
-        post = PostProcessing(model_config, CPU, stage="processed")
+        config.quant_config.methods = methods
+        with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
+            model = rank.load_for_stage(config, config.model_config, "processed", lambda nbytes: None)
+        post = PostProcessing(config.model_config, CPU, stage="processed")
         outputs = outputs_of(model)
         made.append(Packed.of_loaded(model, build))
         return Model(made[-1], post, post.first_plans(build()), outputs)
 
-    with rank.solo_rank(vllm_config, 0):
+    with rank.solo_rank(llama, 0):
         yield load
     for packed in made:
         packed.close()
@@ -180,6 +198,34 @@ def test_methods_are_as_they_were_afterwards(suited: Model, proven: TensorIndex)
     assert type(layer.self_attn.o_proj.quant_method) is plug_in.Measuring
     assert not layer.self_attn.o_proj.quant_method.supports_pre_processed_weights
     assert "process_weights_after_loading" not in vars(layer.self_attn.attn)
+
+
+# ---- what an engine shares
+
+
+def test_absorption_of_mla_writes_into_nothing_that_is_shared(configured: Callable[..., Any], load: Load) -> None:
+    """The hook of the attention layer copies into its results where they are there already."""
+    shape = {"hidden": 128, "intermediate": 256, "layers": 2, "heads": 4, "kv_heads": 4, "vocab": 512}
+    config = llama_config(**shape, dtype="bfloat16", tied=False) | {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 2,
+        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "kv_lora_rank": 64, "q_lora_rank": None, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+    }  # fmt: skip
+    del config["head_dim"]
+    absorbed = dict.fromkeys(("kv_a_proj_with_mqa", "q_proj", "kv_b_proj", "o_proj"), "Method")
+    model = load(configured(config, load_format="dummy"), **absorbed)
+    index = model.prove()
+    attention = "model.layers.1.self_attn.mla_attn.mla_attn"
+    mla = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
+    assert plan_of(index, attention) == ("replay", mla, [], WRITES)
+    attached = model.attach(index)
+    layer = attached.get_submodule(attention)
+    shared = {index.storages[record.storage or 0].segment for record in index.tensors if "W_U" in record.names[0]}
+    assert [index.segments[number].private for number in shared] == [False]
+    weight = attached.model.layers[1].self_attn.kv_b_proj.weight
+    # By head: the rows of the keys, then those of the values.
+    assert torch.equal(layer.W_UV, weight.view(4, 64 + 64, 64)[:, 64:].transpose(1, 2))
+    assert model.packed.but(index=index).prove(model.hooks, index.modules) == index, "the bytes are as they were"
 
 
 # ---- what no plan brings to an engine
