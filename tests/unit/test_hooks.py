@@ -15,7 +15,7 @@ from torch import nn
 
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.fakes.models import CPU, Packed
-from weightcache_loader import engine, hooks
+from weightcache_loader import engine, hooks, replay
 from weightcache_loader.hooks import HookFailure, HooksFailedError, PostProcessing
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index import ModulePlan, PlanName, TensorIndex
@@ -394,3 +394,78 @@ def test_hook_that_raises_is_noted_and_put_back() -> None:
     with pytest.raises(ZeroDivisionError), hooks.by_plan([(hook, "rerun")], failures):
         raise ZeroDivisionError
     assert type(method) is Failing
+
+
+# ---- hooks of vLLM's kernels for GPUs, on the meta device
+
+
+def hook_on_meta(owner: Any, layer: nn.Module) -> None:
+    with replay.on_meta():
+        owner.process_weights_after_loading(layer)
+
+
+def test_online_fp8_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.quantization.online import fp8
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod
+
+    def quantize(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # As a GPU's operator does: into a tensor that is made before, and without a fake.
+        quantized = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        torch.ops.weightcached_hooks.quantize(quantized, weight, scale)
+        return quantized, scale
+
+    monkeypatch.setattr(fp8.ops, "scaled_fp8_quant", quantize)
+
+    class Kernel:
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.seen = layer.weight.shape
+
+    method = object.__new__(Fp8PerTensorOnlineLinearMethod)
+    vars(method).update(fp8_linear=Kernel(), use_marlin=False, requantization_source=None)
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(torch.empty(64, 32, device="meta", dtype=torch.bfloat16), requires_grad=False)
+    layer.tp_size = 1
+    with torch.library._scoped_library("weightcached_hooks", "DEF") as library:
+        library.define("quantize(Tensor(a!) out, Tensor x, Tensor scale) -> ()")
+        hook_on_meta(method, layer)
+    assert (layer.weight.dtype, layer.weight.shape, layer.weight.stride()) == (torch.float8_e4m3fn, (32, 64), (1, 32))
+    assert (layer.weight_scale.is_meta, layer.input_scale, layer.seen) == (True, None, (32, 64))
+
+
+def test_marlin_is_replayed_with_the_fakes_of_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
+    from vllm.scalar_type import scalar_types
+
+    monkeypatch.setattr(MarlinLinearKernel, "can_implement", classmethod(lambda cls, config: (True, None)))
+    config = MPLinearLayerConfig(
+        full_weight_shape=(256, 128), partition_weight_shape=(256, 128), weight_type=scalar_types.uint4b8,
+        act_type=torch.bfloat16, group_size=128, zero_points=False,
+    )  # fmt: skip
+    kernel = MarlinLinearKernel(config, w_q_param_name="qweight", w_s_param_name="scales")
+    layer: Any = nn.Module()
+    layer.register_parameter(
+        "qweight",
+        PackedvLLMParameter(
+            data=torch.empty(32, 128, dtype=torch.int32, device="meta"), input_dim=0, output_dim=1, packed_dim=0,
+            packed_factor=8, weight_loader=lambda *args: None,
+        ),
+    )  # fmt: skip
+    layer.register_parameter(
+        "scales",
+        GroupQuantScaleParameter(
+            data=torch.empty(2, 128, dtype=torch.bfloat16, device="meta"), input_dim=0, output_dim=1,
+            weight_loader=lambda *args: None,
+        ),
+    )  # fmt: skip
+    with torch.library._scoped_library("_C", "FRAGMENT") as library:
+        if not hasattr(torch.ops._C, "gptq_marlin_repack"):
+            library.define("gptq_marlin_repack(Tensor q, SymInt k, SymInt n, int bits, bool is_a_8bit) -> Tensor")
+            torch.library.register_fake(
+                "_C::gptq_marlin_repack", lambda q, k, n, *rest: q.new_empty(k // 16, n * 16 // 8), lib=library
+            )
+        hook_on_meta(kernel, layer)
+    assert layer.qweight.shape == (16, 256)
+    assert kernel.w_zp_name == "w_zp"
+    assert all(t.is_meta for t in (layer.qweight, layer.scales, layer.w_zp))
