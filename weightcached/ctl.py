@@ -415,13 +415,23 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
 
     answers = _ask(devices)
     if not answers.replies:
-        _exit(EXIT_NO_DAEMON)
+        _exit(_explain_failed_units(devices))
     found = ctl_explain.reports(answers.replies, holders(answers.replies, cache))
     if as_json:
         _print_json(ctl_explain.as_json(found))
     else:
         click.echo("\n".join(ctl_explain.as_lines(found, each=each)))
     _exit(EXIT_FAILURE if any(report.index is None for report in found) else 0)
+
+
+def _explain_failed_units(devices: Sequence[str]) -> int:
+    """A daemon none of whose models could be loaded has ended; systemd keeps what it said."""
+    from weightcached.ctl_units import failures
+
+    ended = {device: error for device, error in failures().items() if not devices or device in devices}
+    for device, error in ended.items():
+        click.echo(f"{device}: {error}")
+    return EXIT_FAILURE if ended else EXIT_NO_DAEMON
 
 
 if __name__ == "__main__":

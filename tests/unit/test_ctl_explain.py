@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.fakes.commands import Commands
 from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon, cache, status
 from weightcache_loader.values import encode_value
@@ -255,7 +257,30 @@ def test_daemon_that_hands_nothing_out_is_told_of(socket: Path) -> None:
     )
 
 
-def test_unknown_cache_exits_1_and_no_daemon_3(socket: Path) -> None:
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    commands = Commands(tmp_path / "commands")
+    monkeypatch.setenv("PATH", f"{commands.folder}:{os.environ['PATH']}")
+    return commands
+
+
+def test_unknown_cache_exits_1_and_no_daemon_3(socket: Path, systemd: Commands) -> None:
     with StubDaemon(socket, refusing()):
         assert run("other").exit_code == 1
+    systemd.answer("systemctl", "--user list-units *")
+    systemd.finish()
     assert run("tiny").exit_code == 3
+
+
+def test_refusal_of_a_daemon_that_ended_over_it_is_had_from_systemd(socket: Path, systemd: Commands) -> None:
+    unit = "weightcached@cpu0.service"
+    systemd.answer("systemctl", "--user list-units *", f"{unit} loaded failed failed weights on cpu0\n")
+    text = f"failed: serving 0 of 1 caches, 0.0 GiB; tiny/target: {REFUSAL}"
+    systemd.answer(
+        "systemctl", f"--user show {unit} *",
+        f"Result=exit-code\nExecMainStatus=78\nStatusText={text}\nLoadState=loaded\nActiveState=failed\nSubState=failed\n",
+    )  # fmt: skip
+    systemd.finish()
+    result = run("tiny")
+    assert (result.exit_code, result.stdout) == (1, f"cpu0: {unit} is failed (exit-code, status 78): {text}\n")
+    assert run("tiny", "--device", "cpu1").exit_code == 3
