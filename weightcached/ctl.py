@@ -398,5 +398,41 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
     _exit(EXIT_FAILURE if failed else 0)
 
 
+@main.command()
+@click.argument("cache", metavar="CACHE")
+@_on_devices
+@_json
+@click.option("--all", "each", is_flag=True, help="Every module and every name, also where layers are alike.")
+def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> None:
+    """Show how CACHE is attached, or why it is not.
+
+    CACHE is a model's name or MODEL/ROLE. Shows the plan of each module's post-processing, which tensors each engine
+    copies and by which rule, and where the loader's proof refused the model.
+    Exit status: 0 shown, 1 it is not served, 3 no daemon answered.
+    """
+    from weightcached import ctl_explain
+    from weightcached.ctl_reload import holders
+
+    answers = _ask(devices)
+    if not answers.replies:
+        _exit(_explain_failed_units(devices))
+    found = ctl_explain.reports(answers.replies, holders(answers.replies, cache))
+    if as_json:
+        _print_json(ctl_explain.as_json(found))
+    else:
+        click.echo("\n".join(ctl_explain.as_lines(found, each=each)))
+    _exit(EXIT_FAILURE if any(report.index is None for report in found) else 0)
+
+
+def _explain_failed_units(devices: Sequence[str]) -> int:
+    """A daemon none of whose models could be loaded has ended; systemd keeps what it said."""
+    from weightcached.ctl_units import failures
+
+    ended = {device: error for device, error in failures().items() if not devices or device in devices}
+    for device, error in ended.items():
+        click.echo(f"{device}: {error}")
+    return EXIT_FAILURE if ended else EXIT_NO_DAEMON
+
+
 if __name__ == "__main__":
     main()

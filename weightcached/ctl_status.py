@@ -12,7 +12,7 @@ from weightcached import __version__
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
 from weightcached.paths import runtime_dir, socket_path
 from weightcached.wire.client import Connection, error_of
-from weightcached.wire.messages import CacheStatus, Refused, Status, StatusReply
+from weightcached.wire.messages import CacheStatus, Counters, Refused, Status, StatusReply
 
 ANSWER_TIMEOUT_S = 5.0
 # The names that `status --json` prints of each cache, in this order; other tools read them.
@@ -94,16 +94,17 @@ def as_json(replies: Sequence[StatusReply]) -> dict[str, Any]:
                 "pid": reply.pid,
                 "state": reply.state,
                 "since": reply.since,
-                "caches": [_cache_as_json(cache) for cache in reply.caches],
+                "caches": [_cache_as_json(cache, reply.counters) for cache in reply.caches],
             }
             for reply in replies
         ]
     }
 
 
-def _cache_as_json(cache: CacheStatus) -> dict[str, Any]:
+def _cache_as_json(cache: CacheStatus, counters: Counters | None) -> dict[str, Any]:
     engines = [{"pid": engine.pid, "since": engine.since} for engine in cache.engines]
-    return {name: getattr(cache, name) for name in _CACHE_FIELDS} | {"engines": engines}
+    phases = counters.phase_seconds.get(cache.name, {}) if counters else {}
+    return {name: getattr(cache, name) for name in _CACHE_FIELDS} | {"engines": engines, "load_phases": phases}
 
 
 def as_table(replies: Sequence[StatusReply], *, now: float | None = None) -> list[str]:

@@ -68,6 +68,19 @@ def unit_state(device: str) -> UnitState:
     return UnitState(*(values.get(name, "") for name in _PROPERTIES))
 
 
+def failures() -> dict[str, WeightcachedError]:
+    """Of each device whose unit has failed, what its daemon said last. Empty where no user manager answers."""
+    try:
+        listed = systemctl("list-units", "--state=failed", "--plain", "--no-legend", unit_of("*"))
+        devices = [
+            line.split()[0].removeprefix("weightcached@").removesuffix(".service") for line in listed.splitlines()
+        ]
+        found = {device: judged("start", device, unit_state(device)) for device in devices}
+    except UnitError:
+        return {}
+    return {device: error for device, error in found.items() if error is not None}
+
+
 def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[str, WeightcachedError | None]:
     """Queue the job for every device and follow them to the end. By device: None for success, or what went wrong."""
     ended: dict[str, WeightcachedError | None] = {}

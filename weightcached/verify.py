@@ -11,19 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 from typing import NamedTuple
 
-import msgspec
 import xxhash
 
-from weightcached import index as index_format
-from weightcached.errors import ProtocolError, WeightCacheUnavailableError
+from weightcached.handout import hand_out
 from weightcached.index import TensorIndex
-from weightcached.paths import socket_path
 from weightcached.segments.api import Mapping, open_backend
-from weightcached.wire.client import Connection
-from weightcached.wire.fds import OwnedFd, close_all, read_sealed
-from weightcached.wire.messages import Ready, Refused, Verify
+from weightcached.wire.fds import close_all
 
-_TIMEOUT_S = 30.0
 # Small enough that the allocator gives the same memory again: fresh pages cost more than the copy out of the device.
 _READ_NBYTES = 8 << 20
 
@@ -66,35 +60,15 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
     ProtocolError and IndexFormatError for what a daemon must not hand out.
     """
     began = time.monotonic()
-    with Connection.connect(socket_path(device), timeout_s=_TIMEOUT_S, purpose="ctl") as connection:
-        ready = connection.request(Verify(cache=cache), _TIMEOUT_S)
-        if not isinstance(ready, Ready):
-            raise WeightCacheUnavailableError(f"{cache} on {device} cannot be verified: {_why(ready)}")
-        fds = connection.receive_descriptors(ready.descriptors, _TIMEOUT_S)
-        try:
-            if not fds:
-                raise ProtocolError(f"{cache}: the daemon handed out no index")
-            index = _read_index(fds.pop(0), cache)
-            if len(fds) != len(index.segments):
-                raise ProtocolError(f"{cache}: {len(fds)} segments came, the index names {len(index.segments)}")
-            mapping = open_backend(device).map(fds, [s.nbytes for s in index.segments])
-        finally:
-            close_all(fds)
-        try:
-            wrong = list(wrong_storages(index, mapping))
-        finally:
-            mapping.close()
-    return VerifyResult(cache, ready.generation, index.nbytes, len(index.tensors), time.monotonic() - began, wrong)
-
-
-def _read_index(fd: OwnedFd, cache: str) -> TensorIndex:
-    with fd:
-        try:
-            data = read_sealed(fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
-        except ValueError as e:
-            raise ProtocolError(f"the index of {cache}: {e}") from e
-    return index_format.decode(data)
-
-
-def _why(reply: msgspec.Struct) -> str:
-    return reply.message if isinstance(reply, Refused) else f"its state is {type(reply).__name__.lower()}"
+    handout = hand_out(device, cache, for_what="verified")
+    index = handout.index
+    try:
+        mapping = open_backend(device).map(handout.fds, [s.nbytes for s in index.segments])
+    finally:
+        close_all(handout.fds)
+    try:
+        wrong = list(wrong_storages(index, mapping))
+    finally:
+        mapping.close()
+    seconds = time.monotonic() - began
+    return VerifyResult(cache, handout.ready.generation, index.nbytes, len(index.tensors), seconds, wrong)

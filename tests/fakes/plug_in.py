@@ -112,7 +112,7 @@ class Embedding(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         return nn.functional.linear(x, layer.weight, bias)
 
 
-METHODS = {cls.__name__: cls for cls in (Turning, Measuring, MeasuringKernel, InPlace)}
+METHODS = {cls.__name__: cls for cls in (Method, Turning, Measuring, MeasuringKernel, InPlace)}
 
 
 @register_quantization_config(NAME)

@@ -24,6 +24,7 @@ from weightcached.ctl import main
 from weightcached.errors import SegmentError
 from weightcached.wire.messages import (
     CacheOutcome,
+    Counters,
     Done,
     Drop,
     Progress,
@@ -75,7 +76,8 @@ def dead_socket(path: Path) -> None:
 
 
 def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
-    with StubDaemon(runtime / "cpu0.sock", answering()):
+    counters = Counters(phase_seconds={"tiny/target": {"weights": 1.5, "proving": 0.25}, "other/target": {}})
+    with StubDaemon(runtime / "cpu0.sock", lambda request: [status("cpu0", READY, counters=counters)]):
         result = run("status", "--json")
     assert result.exit_code == 0
     assert result.stderr == ""
@@ -102,6 +104,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "total_bytes": 0,
                         "error": "",
                         "engines": [{"pid": 4242, "since": 1700000100.5}],
+                        "load_phases": {"weights": 1.5, "proving": 0.25},
                     }
                 ],
             }

@@ -15,7 +15,7 @@ from torch import nn
 
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.fakes.models import CPU, Packed
-from weightcache_loader import engine, hooks
+from weightcache_loader import engine, hooks, replay
 from weightcache_loader.hooks import HookFailure, HooksFailedError, PostProcessing
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index import ModulePlan, PlanName, TensorIndex
@@ -62,43 +62,61 @@ Load = Callable[..., Model]
 
 
 @pytest.fixture(scope="module")
-def load(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """Load a tiny Llama as the processed stage does, on the CPU."""
+def configured(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Write a checkpoint's configuration, or all of it, and have vLLM read it."""
     from weightcached.loader import rank
 
-    path = tmp_path_factory.mktemp("model")
-    config = llama_config(
-        hidden=256, intermediate=512, layers=2, heads=8, kv_heads=4, vocab=512, dtype="bfloat16", tied=False
+    def configured(config: dict[str, Any], **arguments: Any) -> Any:
+        path = tmp_path_factory.mktemp("model")
+        if "load_format" not in arguments:
+            write_checkpoint(path, config, shards=1, seed=3)
+        config["quantization_config"] = {"quant_method": "weightcached-test", "methods": SUITED}
+        (path / "config.json").write_text(json.dumps(config))
+        job = LoaderJob(
+            device="cpu0", cache="t/target", role="target", generation=1, spec_digest="", rank=0, boot_id="",
+            socket_fd=0, engine={"model": str(path), "max_model_len": 256, **arguments},
+        )  # fmt: skip
+        return rank.create_vllm_config(job)
+
+    return configured
+
+
+@pytest.fixture(scope="module")
+def llama(configured: Callable[..., Any]) -> Any:
+    return configured(
+        llama_config(
+            hidden=256, intermediate=512, layers=2, heads=8, kv_heads=4, vocab=512, dtype="bfloat16", tied=False
+        )
     )
-    config["quantization_config"] = {"quant_method": "weightcached-test", "methods": SUITED}
-    write_checkpoint(path, config, shards=1, seed=3)
-    (path / "config.json").write_text(json.dumps(config))
-    job = LoaderJob(
-        device="cpu0", cache="t/target", role="target", generation=1, spec_digest="", rank=0, boot_id="", socket_fd=0,
-        engine={"model": str(path), "max_model_len": 256},
-    )  # fmt: skip
-    vllm_config = rank.create_vllm_config(job)
-    model_config = vllm_config.model_config
+
+
+@pytest.fixture(scope="module")
+def load(llama: Any) -> Iterator[Load]:
+    """Load a tiny model as the processed stage does, on the CPU."""
+    from vllm.config import set_current_vllm_config
+
+    from weightcached.loader import rank
+
     made: list[Packed] = []
 
-    def load(**changed: str) -> Model:
+    def load(config: Any = llama, **changed: str) -> Model:
         methods = SUITED | changed
 
         def build() -> nn.Module:
-            vllm_config.quant_config.methods = methods
-            with engine.isolated_build(vllm_config, keep=False):
-                built: nn.Module = engine.build_on_meta(vllm_config, model_config)
+            config.quant_config.methods = methods
+            with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
+                built: nn.Module = engine.build_on_meta(config, config.model_config)
                 return built
 
-        vllm_config.quant_config.methods = methods
-        with engine.isolated_build(vllm_config, keep=False):
-            model = rank.load_for_stage(vllm_config, model_config, "processed", lambda nbytes: None)
-        post = PostProcessing(model_config, CPU, stage="processed")
+        config.quant_config.methods = methods
+        with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
+            model = rank.load_for_stage(config, config.model_config, "processed", lambda nbytes: None)
+        post = PostProcessing(config.model_config, CPU, stage="processed")
         outputs = outputs_of(model)
         made.append(Packed.of_loaded(model, build))
         return Model(made[-1], post, post.first_plans(build()), outputs)
 
-    with rank.solo_rank(vllm_config, 0):
+    with rank.solo_rank(llama, 0):
         yield load
     for packed in made:
         packed.close()
@@ -180,6 +198,34 @@ def test_methods_are_as_they_were_afterwards(suited: Model, proven: TensorIndex)
     assert type(layer.self_attn.o_proj.quant_method) is plug_in.Measuring
     assert not layer.self_attn.o_proj.quant_method.supports_pre_processed_weights
     assert "process_weights_after_loading" not in vars(layer.self_attn.attn)
+
+
+# ---- what an engine shares
+
+
+def test_absorption_of_mla_writes_into_nothing_that_is_shared(configured: Callable[..., Any], load: Load) -> None:
+    """The hook of the attention layer copies into its results where they are there already."""
+    shape = {"hidden": 128, "intermediate": 256, "layers": 2, "heads": 4, "kv_heads": 4, "vocab": 512}
+    config = llama_config(**shape, dtype="bfloat16", tied=False) | {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 2,
+        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "kv_lora_rank": 64, "q_lora_rank": None, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+    }  # fmt: skip
+    del config["head_dim"]
+    absorbed = dict.fromkeys(("kv_a_proj_with_mqa", "q_proj", "kv_b_proj", "o_proj"), "Method")
+    model = load(configured(config, load_format="dummy"), **absorbed)
+    index = model.prove()
+    attention = "model.layers.1.self_attn.mla_attn.mla_attn"
+    mla = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
+    assert plan_of(index, attention) == ("replay", mla, [], WRITES)
+    attached = model.attach(index)
+    layer = attached.get_submodule(attention)
+    shared = {index.storages[record.storage or 0].segment for record in index.tensors if "W_U" in record.names[0]}
+    assert [index.segments[number].private for number in shared] == [False]
+    weight = attached.model.layers[1].self_attn.kv_b_proj.weight
+    # By head: the rows of the keys, then those of the values.
+    assert torch.equal(layer.W_UV, weight.view(4, 64 + 64, 64)[:, 64:].transpose(1, 2))
+    assert model.packed.but(index=index).prove(model.hooks, index.modules) == index, "the bytes are as they were"
 
 
 # ---- what no plan brings to an engine
@@ -348,3 +394,78 @@ def test_hook_that_raises_is_noted_and_put_back() -> None:
     with pytest.raises(ZeroDivisionError), hooks.by_plan([(hook, "rerun")], failures):
         raise ZeroDivisionError
     assert type(method) is Failing
+
+
+# ---- hooks of vLLM's kernels for GPUs, on the meta device
+
+
+def hook_on_meta(owner: Any, layer: nn.Module) -> None:
+    with replay.on_meta():
+        owner.process_weights_after_loading(layer)
+
+
+def test_online_fp8_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.quantization.online import fp8
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod
+
+    def quantize(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # As a GPU's operator does: into a tensor that is made before, and without a fake.
+        quantized = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        torch.ops.weightcached_hooks.quantize(quantized, weight, scale)
+        return quantized, scale
+
+    monkeypatch.setattr(fp8.ops, "scaled_fp8_quant", quantize)
+
+    class Kernel:
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.seen = layer.weight.shape
+
+    method = object.__new__(Fp8PerTensorOnlineLinearMethod)
+    vars(method).update(fp8_linear=Kernel(), use_marlin=False, requantization_source=None)
+    layer: Any = nn.Module()
+    layer.weight = nn.Parameter(torch.empty(64, 32, device="meta", dtype=torch.bfloat16), requires_grad=False)
+    layer.tp_size = 1
+    with torch.library._scoped_library("weightcached_hooks", "DEF") as library:
+        library.define("quantize(Tensor(a!) out, Tensor x, Tensor scale) -> ()")
+        hook_on_meta(method, layer)
+    assert (layer.weight.dtype, layer.weight.shape, layer.weight.stride()) == (torch.float8_e4m3fn, (32, 64), (1, 32))
+    assert (layer.weight_scale.is_meta, layer.input_scale, layer.seen) == (True, None, (32, 64))
+
+
+def test_marlin_is_replayed_with_the_fakes_of_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
+    from vllm.scalar_type import scalar_types
+
+    monkeypatch.setattr(MarlinLinearKernel, "can_implement", classmethod(lambda cls, config: (True, None)))
+    config = MPLinearLayerConfig(
+        full_weight_shape=(256, 128), partition_weight_shape=(256, 128), weight_type=scalar_types.uint4b8,
+        act_type=torch.bfloat16, group_size=128, zero_points=False,
+    )  # fmt: skip
+    kernel = MarlinLinearKernel(config, w_q_param_name="qweight", w_s_param_name="scales")
+    layer: Any = nn.Module()
+    layer.register_parameter(
+        "qweight",
+        PackedvLLMParameter(
+            data=torch.empty(32, 128, dtype=torch.int32, device="meta"), input_dim=0, output_dim=1, packed_dim=0,
+            packed_factor=8, weight_loader=lambda *args: None,
+        ),
+    )  # fmt: skip
+    layer.register_parameter(
+        "scales",
+        GroupQuantScaleParameter(
+            data=torch.empty(2, 128, dtype=torch.bfloat16, device="meta"), input_dim=0, output_dim=1,
+            weight_loader=lambda *args: None,
+        ),
+    )  # fmt: skip
+    with torch.library._scoped_library("_C", "FRAGMENT") as library:
+        if not hasattr(torch.ops._C, "gptq_marlin_repack"):
+            library.define("gptq_marlin_repack(Tensor q, SymInt k, SymInt n, int bits, bool is_a_8bit) -> Tensor")
+            torch.library.register_fake(
+                "_C::gptq_marlin_repack", lambda q, k, n, *rest: q.new_empty(k // 16, n * 16 // 8), lib=library
+            )
+        hook_on_meta(kernel, layer)
+    assert layer.qweight.shape == (16, 256)
+    assert kernel.w_zp_name == "w_zp"
+    assert all(t.is_meta for t in (layer.qweight, layer.scales, layer.w_zp))

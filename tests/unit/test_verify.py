@@ -42,6 +42,8 @@ def build() -> nn.Module:
     model = nn.Module()
     for name, count in (("small", 10), ("large", LARGE), ("table", 20)):
         setattr(model, name, random_bytes(torch.empty(count, dtype=torch.uint8), count))
+    # A parameter, for large ones that are none are private.
+    model.large = nn.Parameter(model.__dict__.pop("large"), requires_grad=False)
     model.view = model.large[5:]
     return model
 

@@ -145,11 +145,13 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     backend = None if job.waits else open_backend(job.device)
     # Before vLLM's imports, which take seconds: a checkpoint that is not there is said at once.
     _check_checkpoint(job)
+    daemon.phase("importing")
     import torch
 
     from weightcached.loader import rank
     from weightcached.segments.cuda import CudaBackend
 
+    daemon.phase("configuring")
     vllm_config = rank.create_vllm_config(job)
     model_config = rank.model_config_of(vllm_config, job.role)
     if vllm_config.device_config.device_type != ("cpu" if is_host_device(job.device) else "cuda"):
@@ -291,6 +293,8 @@ def _hand_over(
     daemon: Daemon, index: index_format.TensorIndex, fds: list[OwnedFd], peak_bytes: int, checkpoint_bytes: int
 ) -> None:
     daemon.phase("publishing")
+    spent = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in daemon.phases.items())
+    log.info("%s took %.1f s: %s", index.cache, daemon.seconds(), spent)
     report = index_format.LoadReport(
         seconds=daemon.seconds(),
         finished_at=time.time(),

@@ -26,6 +26,8 @@ from weightcached.wire.fds import OwnedFd, close_all
 
 Progress = Callable[[int, int], None]
 
+_COMPARED_NBYTES = 64 << 20
+
 
 class Packed(NamedTuple):
     """What packing made: one descriptor and record per segment in mapping order, and the tensors over the storages."""
@@ -177,6 +179,12 @@ def _fill(segment: torch.Tensor, members: list[tuple[Source, Placement]], hasher
         target = segment[place.offset_bytes : place.offset_bytes + source.nbytes]
         original = torch.empty(0, dtype=torch.uint8, device=source.storage.device).set_(source.storage)
         target.copy_(original)
-        if original.device == target.device and not torch.equal(target, original):
+        if original.device == target.device and not _equal(target, original):
             raise SegmentError(f"{source.names[0]}: {source.nbytes} bytes in the segment differ from their source")
     return hasher.digests(segment, [(place.offset_bytes, source.nbytes) for source, place in members])
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # In parts: comparing takes device memory for as many bytes as are compared at once.
+    steps = range(0, a.numel(), _COMPARED_NBYTES)
+    return all(torch.equal(a[at : at + _COMPARED_NBYTES], b[at : at + _COMPARED_NBYTES]) for at in steps)

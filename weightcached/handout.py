@@ -1,0 +1,62 @@
+"""Have a daemon hand out one generation to a tool: its index, and its segments' descriptors. No lease is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from weightcached import index as index_format
+from weightcached.errors import ProtocolError, WeightCacheUnavailableError
+from weightcached.index import TensorIndex
+from weightcached.paths import socket_path
+from weightcached.wire.client import Connection
+from weightcached.wire.fds import OwnedFd, close_all, read_sealed
+from weightcached.wire.messages import Ready, Refused, Verify
+
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Handout:
+    """One generation. The caller closes `fds`, one per segment, in order."""
+
+    ready: Ready
+    index: TensorIndex
+    fds: list[OwnedFd]
+
+
+def hand_out(device: str, cache: str, *, for_what: str) -> Handout:
+    """Ask the device's daemon. for_what: what the caller wants, as a past participle, for messages.
+
+    Raises WeightCacheUnavailableError where no daemon or no such generation is, ProtocolError and IndexFormatError
+    for what a daemon must not hand out.
+    """
+    with Connection.connect(socket_path(device), timeout_s=_TIMEOUT_S, purpose="ctl") as connection:
+        ready = connection.request(Verify(cache=cache), _TIMEOUT_S)
+        if not isinstance(ready, Ready):
+            raise WeightCacheUnavailableError(f"{cache} on {device} cannot be {for_what}: {_why(ready)}")
+        fds = connection.receive_descriptors(ready.descriptors, _TIMEOUT_S)
+    try:
+        if not fds:
+            raise ProtocolError(f"{cache}: the daemon handed out no index")
+        index = _read_index(fds.pop(0), cache)
+        if len(fds) != len(index.segments):
+            raise ProtocolError(f"{cache}: {len(fds)} segments came, the index names {len(index.segments)}")
+    except BaseException:
+        close_all(fds)
+        raise
+    return Handout(ready, index, fds)
+
+
+def _read_index(fd: OwnedFd, cache: str) -> TensorIndex:
+    with fd:
+        try:
+            data = read_sealed(fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
+        except ValueError as e:
+            raise ProtocolError(f"the index of {cache}: {e}") from e
+    return index_format.decode(data)
+
+
+def _why(reply: msgspec.Struct) -> str:
+    return reply.message if isinstance(reply, Refused) else f"its state is {type(reply).__name__.lower()}"
