@@ -142,7 +142,7 @@ def _devices(value: Value, engine: dict[str, Any]) -> list[str]:
         return _all_devices(value, items[0], needed, layout)
     devices = _device_list(items)
     if len(devices) != needed:
-        value.fail(f"{len(devices)} devices are listed, {layout}")
+        value.fail(f"{len(devices)} devices are listed, {layout}; 'weightcachectl devices' prints their names")
     return devices
 
 
@@ -191,7 +191,7 @@ def _engine(value: Value) -> dict[str, Any]:
     try:
         layout_of(engine)
     except PlacementError as e:
-        keys.get(e.key, value).fail(str(e))
+        keys.get(e.key, value).fail(f"{e}; then 'weightcachectl plan' shows every rank")
     _check_draft(keys.get("speculative_config"))
     return engine
 

@@ -105,13 +105,18 @@ def check_socket(path: Path) -> None:
 
     Raises WeightCacheUnavailableError where nothing listens, RuntimePathError where something else is there.
     """
+    absent = WeightCacheUnavailableError(
+        f"no weightcached daemon listens on {path}: systemctl --user start weightcached@{path.stem}.service",
+        code="no-daemon",
+    )
     if not os.path.lexists(path.parent) or not os.path.lexists(path):
-        raise WeightCacheUnavailableError(
-            f"no weightcached daemon listens on {path}: systemctl --user start weightcached@{path.stem}.service",
-            code="no-daemon",
-        )
+        raise absent
     check_private_dir(path.parent)
-    info = os.lstat(path)
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError as e:
+        # A daemon that starts removes the socket of its predecessor just now.
+        raise absent from e
     if not stat.S_ISSOCK(info.st_mode):
         raise RuntimePathError(f"{path} is not a socket (symbolic links are refused): remove it")
     if info.st_uid != os.getuid():

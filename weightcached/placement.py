@@ -130,7 +130,9 @@ def _block(engine: Mapping[str, Any], replica: int, dp: int) -> tuple[int, int]:
 def _block_of_node(engine: Mapping[str, Any], replica: int, dp: int, nnodes: int) -> tuple[int, int]:
     world, node = replica * dp, engine.get("node_rank") or 0
     if world % nnodes:
-        raise PlacementError("nnodes", f"nnodes {nnodes} does not divide the {world} ranks of this model")
+        raise PlacementError(
+            "nnodes", f"nnodes {nnodes} does not divide the {world} ranks of this model: choose one that does"
+        )
     if node >= nnodes:
         raise PlacementError("node_rank", f"node_rank is {node}: with nnodes {nnodes} expected 0 to {nnodes - 1}")
     local = world // nnodes

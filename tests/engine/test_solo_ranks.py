@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
+from tests.engine.deepseek import write_deepseek
 from tests.engine.test_placement_oracle import MIXTRAL, model
 
 RANKS = 4
@@ -26,6 +27,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ),
+    "mla_tp4": ("mla", 4, {"tensor_parallel_size": 4}),
+    "mla_ep4": ("mla", 4, {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
 }
 
 
@@ -33,7 +36,9 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
     """By rank, by layout: digests in the group, and alone."""
     base = tmp_path_factory.mktemp("ranks")
-    models = {"dense": model(base / "dense"), "moe": model(base / "moe", **MIXTRAL)}
+    models = {
+        "dense": model(base / "dense"), "moe": model(base / "moe", **MIXTRAL), "mla": write_deepseek(base / "mla"),
+    }  # fmt: skip
     common = {"max_model_len": 64, "enforce_eager": True}
     cases = [
         {"name": name, "world": world, "engine": {"model": str(models[which]), **common, **sizes}}
@@ -78,5 +83,7 @@ def test_solo_rank_equals_the_rank_in_a_group(loaded: list[dict[str, list[dict[s
         grouped, solo = loaded[rank][layout]
         assert len(grouped) > 5
         assert solo == grouped
+        if layout.startswith("mla"):
+            assert any(name.endswith("self_attn.fused_qkv_a_proj.weight") for name in solo), "latent attention it is"
         seen.append(json.dumps(solo, sort_keys=True))
     assert len(set(seen)) == world, "ranks that hold the same would hide a wrong rank"

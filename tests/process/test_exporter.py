@@ -267,6 +267,22 @@ def test_preloads_health_port_is_the_exporter(launch: PreloadLauncher, checkpoin
     assert preload.stop() == 0
 
 
+def test_preloads_health_host_is_the_only_address(launch: PreloadLauncher, checkpoint: Path) -> None:
+    """By default 127.0.0.1: any address of 127.0.0.0/8 is this machine's, so another of them tells."""
+    for options, listens, refuses in (
+        ([], "127.0.0.1", "127.0.0.2"),
+        (["--weight-cache-health-host", "127.0.0.2"], "127.0.0.2", "127.0.0.1"),
+    ):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        preload = launch("--model", str(checkpoint), "--weight-cache-health-port", str(port), *options).start()
+        socket.create_connection((listens, port), timeout=BOUND_S).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((refuses, port), timeout=BOUND_S)
+        assert preload.stop() == 0
+
+
 def test_preload_with_a_port_in_use_ends_with_the_exporters_status(launch: PreloadLauncher, checkpoint: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

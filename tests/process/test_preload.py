@@ -296,7 +296,7 @@ def test_parsers_words_and_status_are_the_commands(launch: Launcher, checkpoint:
             "--weight-cache-master-port 29501 is the engine's --master-port too: choose another",
         ),
         (["--enable-eplb", "true"], "enable_eplb moves experts while serving, the cached weights stay: leave it out"),
-        (["--nnodes", "3"], "nnodes 3 does not divide the 1 ranks of this model"),
+        (["--nnodes", "3"], "nnodes 3 does not divide the 1 ranks of this model: choose one that does"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_status_2(

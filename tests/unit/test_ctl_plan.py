@@ -86,11 +86,36 @@ def test_draft_and_model_on_all_are_shown_and_a_missing_checkpoint_is_no_fault(m
     ]
 
 
-def test_wrong_layout_is_refused_with_line_and_key(manifest: Path, tmp_path: Path) -> None:
-    engine = {"model": str(tmp_path / "dense"), "tensor_parallel_size": 3, "nnodes": 2}
+DEVICES = "; 'weightcachectl devices' prints their names"
+PLAN = "; then 'weightcachectl plan' shows every rank"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "world_not_divisible": (
+        {"tensor_parallel_size": 3, "nnodes": 2},
+        f"engine.nnodes: nnodes 2 does not divide the 3 ranks of this model: choose one that does{PLAN}",
+    ),
+    "too_few_devices": (
+        {"tensor_parallel_size": 2, "data_parallel_size": 2},
+        f"devices: 1 devices are listed, tensor_parallel_size 2 × data_parallel_size 2 needs 4{DEVICES}",
+    ),
+    "past_the_last_replica": (
+        {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 3},
+        "engine.data_parallel_start_rank: data_parallel_start_rank 3 + data_parallel_size_local 2 is 5: "
+        f"data_parallel_size is 4{PLAN}",
+    ),
+    "moving_experts": (
+        {"enable_expert_parallel": True, "enable_eplb": True},
+        f"engine.enable_eplb: enable_eplb moves experts while serving, the cached weights stay: leave it out{PLAN}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_laid_out_is_refused_in_one_line_with_the_next_command(
+    manifest: Path, tmp_path: Path, name: str
+) -> None:
+    layout, said = REFUSED[name]
+    engine = {"model": str(tmp_path / "dense"), **layout}
     manifest.write_text(json.dumps({"version": 1, "models": [{"name": "m", "devices": ["cpu0"], "engine": engine}]}))
     result = CliRunner().invoke(main, ["plan"])
-    assert result.exit_code == 78
-    assert result.stderr == (
-        f"weightcachectl: {manifest}:1: models[0].engine.nnodes: nnodes 2 does not divide the 3 ranks of this model\n"
-    )
+    assert (result.exit_code, result.stdout) == (78, "")
+    assert result.stderr == f"weightcachectl: {manifest}:1: models[0].{said}\n"

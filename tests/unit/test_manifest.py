@@ -144,6 +144,8 @@ def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else()
     assert len(set(different)) == len(different)
 
 
+DEVICES = "; 'weightcachectl devices' prints their names"
+
 KNOWN = "known keys: name, devices, engine, python, rendezvous, identity"
 DEVICE_HINT = (
     "expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; "
@@ -238,14 +240,18 @@ FAULTS = {
         model(devices=f"[cpu0, {GPU_A}]", engine="{model: CKPT, tensor_parallel_size: 2}"),
         f"M:4: models[0].devices[1]: {GPU_A} and cpu0 are of different kinds: a model is on GPUs or in host memory",
     ),
-    "devices_none": (model(devices="[]"), "M:4: models[0].devices: 0 devices are listed, one rank needs 1"),
+    "devices_none": (
+        model(devices="[]"),
+        "M:4: models[0].devices: 0 devices are listed, one rank needs 1" + DEVICES,
+    ),
     "devices_too_many": (
         model(devices="[cpu0, cpu1]"),
-        "M:4: models[0].devices: 2 devices are listed, one rank needs 1",
+        "M:4: models[0].devices: 2 devices are listed, one rank needs 1" + DEVICES,
     ),
     "devices_too_few": (
         model(devices="[cpu0, cpu1]", engine="{model: CKPT, tensor_parallel_size: 2, pipeline_parallel_size: 2}"),
-        "M:4: models[0].devices: 2 devices are listed, tensor_parallel_size 2 × pipeline_parallel_size 2 needs 4",
+        "M:4: models[0].devices: 2 devices are listed, tensor_parallel_size 2 × pipeline_parallel_size 2 needs 4"
+        + DEVICES,
     ),
     "all_with_layout": (
         model(devices="all", engine="{model: CKPT, tensor_parallel_size: 2}"),

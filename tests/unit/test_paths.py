@@ -169,6 +169,16 @@ def test_absent_socket_or_directory_means_no_daemon(private: Path, where: str) -
     assert fails(WeightCacheUnavailableError, lambda: paths.check_socket(path)) == text
 
 
+def test_socket_that_a_starting_daemon_removes_meanwhile_means_no_daemon(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = private / "cpu0.sock"
+    make_socket(path)
+    monkeypatch.setattr(paths, "check_private_dir", lambda directory: path.unlink())
+    text = f"no weightcached daemon listens on {path}: systemctl --user start weightcached@cpu0.service"
+    assert fails(WeightCacheUnavailableError, lambda: paths.check_socket(path)) == text
+
+
 def test_file_or_link_in_place_of_the_socket_is_refused(private: Path) -> None:
     make_socket(private / "real.sock")
     (private / "link.sock").symlink_to("real.sock")

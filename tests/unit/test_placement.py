@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "world_not_divisible": (
         {"tensor_parallel_size": 3, "nnodes": 2},
         "nnodes",
-        "nnodes 2 does not divide the 3 ranks of this model",
+        "nnodes 2 does not divide the 3 ranks of this model: choose one that does",
     ),
     "node_outside": (
         {"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 2},
