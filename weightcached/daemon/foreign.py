@@ -14,14 +14,13 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from weightcached.daemon.packets import readable
 from weightcached.wire.framing import Packet, recv_packet
 
 _T = TypeVar("_T")
-_QUEUED = re.compile(r"^scm_fds:\s*([0-9]+)$", re.MULTILINE)
+_QUEUED = re.compile(rb"^scm_fds:\s*([0-9]+)$", re.MULTILINE)
 
 
 async def recv(
@@ -61,6 +60,17 @@ def _recv_and_close(ours: socket.socket, max_large_bytes: int) -> Packet:
         return recv_packet(ours, max_fds=0, max_large_bytes=max_large_bytes)
 
 
+def has_left(sock: socket.socket) -> bool:
+    """Whether the peer is gone and has said nothing."""
+    try:
+        data, _, flags, _ = sock.recvmsg(1, 0, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return not data and not flags & socket.MSG_CTRUNC
+
+
 def hang_up(sock: socket.socket) -> asyncio.Future[None] | None:
     """Close a connection so that the peer can still read what was sent to it. Returns what is left to wait for.
 
@@ -79,7 +89,8 @@ def hang_up(sock: socket.socket) -> asyncio.Future[None] | None:
 def _queued_descriptors(sock: socket.socket) -> int | None:
     """How many descriptors wait in the socket; None where the kernel (before 5.13) does not say."""
     try:
-        found = _QUEUED.search(Path(f"/proc/self/fdinfo/{sock.fileno()}").read_text())
+        with open(f"/proc/self/fdinfo/{sock.fileno()}", "rb", buffering=0) as f:
+            found = _QUEUED.search(f.read(4096))
     except OSError:
         return None
     return int(found[1]) if found else None

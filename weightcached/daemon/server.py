@@ -118,6 +118,10 @@ class Server:
             log.warning("peer refused reason=%s", e)
             await self._refuse(sock, Refused(code="peer", message=str(e)))
             return
+        if foreign.has_left(sock):
+            # Most of those that a flood left in the backlog.
+            self._hang_up(sock)
+            return
         limit = self._limit_reached(sock)
         # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
         if limit and peer.pid != os.getpid() and not await self._make_room(peer):
@@ -163,12 +167,16 @@ class Server:
     async def _refuse(self, sock: socket.socket, message: Message) -> None:
         with contextlib.suppress(OSError):
             send_packet(sock, encode(message))
+        self._hang_up(sock)
+        if len(self._burials) >= _MAX_BURIALS:
+            await asyncio.wait(self._burials, return_when=asyncio.FIRST_COMPLETED)
+
+    def _hang_up(self, sock: socket.socket) -> None:
+        """End a connection that was never served."""
         burial = foreign.hang_up(sock)
         if burial is not None:
             self._burials.add(burial)
             burial.add_done_callback(self._burials.discard)
-            if len(self._burials) >= _MAX_BURIALS:
-                await asyncio.wait(self._burials, return_when=asyncio.FIRST_COMPLETED)
 
     async def _serve(self, sock: socket.socket, peer: Peer, session: Session) -> None:
         account = self._turns.account(peer.pid)
