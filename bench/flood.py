@@ -95,7 +95,7 @@ class Crowd:
 
 def large_key(key: WeightCacheKey) -> WeightCacheKey:
     """The longest key that is taken: it takes the longest to decode and to compare."""
-    files = [FileRecord(f"model-{n:05}.safetensors" + "x" * 350, 1, n, 1, 1, 1) for n in range(MAX_FILES)]
+    files = [FileRecord(f"model-{n:05}.safetensors" + "x" * 200, 1, n, 1, 1, 1) for n in range(MAX_FILES)]
     return msgspec.structs.replace(key, checkpoint=msgspec.structs.replace(key.checkpoint, files=files))
 
 
