@@ -21,7 +21,7 @@ import tempfile
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -95,7 +95,7 @@ class Crowd:
 
 def large_key(key: WeightCacheKey) -> WeightCacheKey:
     """The longest key that is taken: it takes the longest to decode and to compare."""
-    files = [FileRecord(f"model-{n:05}.safetensors" + "x" * 350, 1, n, 1, 1, 1) for n in range(MAX_FILES)]
+    files = [FileRecord(f"model-{n:05}.safetensors" + "x" * 200, 1, n, 1, 1, 1) for n in range(MAX_FILES)]
     return msgspec.structs.replace(key, checkpoint=msgspec.structs.replace(key.checkpoint, files=files))
 
 
@@ -141,13 +141,42 @@ def flood(kind: str, path: Path, checkpoint: Path, stop: Event, connections: int
 KINDS = ("silent", "half", "status", "never-reads", "mismatch", "descriptors", "large", "garbage", "connect")
 
 
-def measure(kinds: list[str], seconds: float, *, priority: int) -> dict[str, Any]:
-    """The figures of one flood by the hostile processes `kinds`."""
+class Figures(NamedTuple):
+    """Times of the normal client in seconds, and the turns of the daemon's loop while it was flooded."""
+
+    status_s: list[float]
+    attach_s: list[float]
+    turns: list[lag.Turn]
+    busy: float
+    faults: list[str]
+
+    def summary(self) -> dict[str, Any]:
+        longest = sorted(self.turns, key=lambda turn: -turn.cpu_s)[:3]
+        return {
+            "status": fuzz.summary(self.status_s, fuzz.STATUS_LIMIT_S),
+            "attach": fuzz.summary(self.attach_s, fuzz.ATTACH_LIMIT_S),
+            "busy": round(self.busy, 2),
+            "longest_turns": [
+                {
+                    "cpu_ms": round(t.cpu_s * 1000, 1),
+                    "wall_ms": round(t.wall_s * 1000, 1),
+                    "callbacks": t.callbacks,
+                    "worst_cpu_ms": round(t.worst_cpu_s * 1000, 1),
+                    "worst": t.worst,
+                }
+                for t in longest
+            ],
+            "faults": self.faults,
+        }
+
+
+def measure(kinds: list[str], seconds: float, *, priority: int) -> Figures:
+    """One flood by the hostile processes `kinds`. `priority` is the nice value of daemon and normal client."""
     directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
     checkpoint = write_checkpoint(directory / "checkpoint", nbytes=64 * 1024)
     daemon = DaemonProcess(directory, [model("tiny", checkpoint)])
     daemon.module = "tests.fakes.lag"
-    daemon.env = {lag.VARIABLE: str(directory / "lag.json")}
+    daemon.env = {lag.VARIABLE: str(directory / "lag")}
     daemon.options = ["--log-level", "warning"]
     stop, times = multiprocessing.Event(), multiprocessing.SimpleQueue()  # type: ignore[var-annotated]
     hostile = [
@@ -159,31 +188,25 @@ def measure(kinds: list[str], seconds: float, *, priority: int) -> dict[str, Any
         daemon.start()
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, daemon.pid, priority)
+        began_s = time.monotonic()
         for process in [*hostile, prober]:
             process.start()
         time.sleep(seconds)
         stop.set()
-        status, attach, fault = times.get()
+        status_s, attach_s, fault = times.get()
         for process in [*hostile, prober]:
             process.join()
-        ended = daemon.stop()
-        turns = lag.read(directory / "lag.json")
+        ended_s = time.monotonic()
+        faults = [fault] if fault else []
+        faults += [] if daemon.stop() == 0 else ["the daemon did not end well"]
+        faults += ["the daemon's log has a traceback"] if "Traceback" in daemon.log else []
+        turns = lag.read(directory / "lag")
     finally:
         daemon.close()
         shutil.rmtree(directory)
     (total,) = [turn for turn in turns if turn.worst == lag.ALL]
-    longest = sorted((turn for turn in turns if turn.worst != lag.ALL), key=lambda turn: -turn.cpu_s)[:3]
-    return {
-        "status": fuzz.summary(status, fuzz.STATUS_LIMIT_S),
-        "attach": fuzz.summary(attach, fuzz.ATTACH_LIMIT_S),
-        "turns": total.callbacks,
-        "busy": round(total.cpu_s / seconds, 2),
-        "longest_turns_cpu_ms": [
-            [round(t.cpu_s * 1000, 1), t.callbacks, round(t.worst_cpu_s * 1000, 1), t.worst] for t in longest
-        ],
-        "fault": fault,
-        "exit": ended,
-    }
+    during = [turn for turn in turns if began_s < turn.at_s < ended_s]
+    return Figures(status_s, attach_s, during, total.cpu_s / seconds, faults)
 
 
 def _probe(priority: int, path: Path, checkpoint: Path, stop: Event, times: Any) -> None:
@@ -199,7 +222,8 @@ def main() -> int:
     parser.add_argument("--priority", type=int, default=-10)
     options = parser.parse_args()
     for kinds in options.kinds.split(","):
-        print(json.dumps({kinds: measure(kinds.split("+"), options.seconds, priority=options.priority)}), flush=True)
+        figures = measure(kinds.split("+"), options.seconds, priority=options.priority)
+        print(json.dumps({kinds: figures.summary()}), flush=True)
     return 0
 
 

@@ -34,6 +34,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.fakes import lag  # noqa: E402
 from tests.fakes.checkpoints import key_of, write_checkpoint  # noqa: E402
 from tests.fakes.client import Client  # noqa: E402
 from tests.fakes.daemon import DaemonProcess, model  # noqa: E402
@@ -322,10 +323,13 @@ def summary(times_s: list[float], limit_s: float) -> dict[str, Any]:
 class Run:
     """A daemon, its normal client, and what it held before and after."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, priority: int) -> None:
         self.checkpoint = write_checkpoint(directory / "checkpoint", nbytes=64 * 1024)
         self.daemon = DaemonProcess(directory, [model("tiny", self.checkpoint)])
         self.daemon.options = ["--log-level", "error"]
+        self.daemon.module = "tests.fakes.lag"
+        self._lag = directory / "lag"
+        self.daemon.env = {lag.VARIABLE: str(self._lag)}
         self.daemon.start()
         self._stop = multiprocessing.Event()
         self._times: Any = multiprocessing.SimpleQueue()
@@ -333,6 +337,9 @@ class Run:
         self._prober = multiprocessing.Process(target=probe, args=arguments)
         self.descriptors = self._settled()
         self._prober.start()
+        assert self._prober.pid
+        for pid in (self.daemon.pid, self._prober.pid):
+            os.setpriority(os.PRIO_PROCESS, pid, priority)
         self.began_s = time.monotonic()
 
     def rss_kib(self) -> int:
@@ -350,7 +357,8 @@ class Run:
 
     def finish(self, inputs: int, rss_early_kib: int, faults: list[str], extra: dict[str, Any]) -> int:
         """Print the figures; returns the exit status."""
-        took_s = time.monotonic() - self.began_s
+        ended_s = time.monotonic()
+        took_s = ended_s - self.began_s
         rss_kib = self.rss_kib()
         self._stop.set()
         status, attach, fault = self._times.get()
@@ -365,6 +373,8 @@ class Run:
         faults += [f"log: {line}" for line in self.daemon.log.splitlines()[:5]]
         exit_status = self.daemon.stop()
         faults += [] if exit_status == 0 else [f"the daemon ended with status {exit_status}"]
+        during = [turn for turn in lag.read(self._lag) if self.began_s < turn.at_s < ended_s]
+        longest = lag.longest(during)
         report = {
             "inputs": inputs,
             "seconds": round(took_s, 1),
@@ -373,6 +383,7 @@ class Run:
             "descriptors": [self.descriptors, after],
             "status": summary(status, STATUS_LIMIT_S),
             "attach": summary(attach, ATTACH_LIMIT_S),
+            "longest_turn_cpu_ms": round(longest.cpu_s * 1000, 1) if longest else 0.0,
             **extra,
             "faults": faults,
         }
@@ -446,11 +457,12 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--priority", type=int, default=0, help="nice value of daemon and normal client")
     parser.add_argument("--atheris", action="store_true")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
     try:
-        run = Run(directory)
+        run = Run(directory, options.priority)
         try:
             if options.atheris:
                 return run_atheris(run, options.inputs, options.seed)

@@ -21,13 +21,13 @@ NOTED_CPU_S = 0.003
 
 
 class Turn(NamedTuple):
-    """One turn of the loop: from the return of select() to the next call of it, in seconds.
+    """One turn of the loop: from the return of select(), at_s on the monotonic clock, to the next call of it.
 
     `cpu_s` is processor time of the loop's thread. `worst` is the callback of this turn that cost the most of it. The
     last turn of a process that ends by itself stands for all: its times are sums, `callbacks` counts turns.
     """
 
-    pid: int
+    at_s: float
     wall_s: float
     cpu_s: float
     callbacks: int
@@ -82,14 +82,14 @@ class Clock:
             self._wall_s += wall_s
             self._cpu_s += cpu_s
             if cpu_s > NOTED_CPU_S:
-                self._note(Turn(os.getpid(), wall_s, cpu_s, self._callbacks, *self._worst))
+                self._note(Turn(self._began[0], wall_s, cpu_s, self._callbacks, *self._worst))
         self._callbacks, self._worst = 0, ("", 0.0)
 
     def _note(self, turn: Turn) -> None:
         self._file.write(msgspec.json.encode(turn) + b"\n")
 
     def close(self) -> None:
-        self._note(Turn(os.getpid(), self._wall_s, self._cpu_s, self._turns, ALL, 0.0))
+        self._note(Turn(time.monotonic(), self._wall_s, self._cpu_s, self._turns, ALL, 0.0))
         self._file.close()
 
 

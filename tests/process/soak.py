@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import fuzz
+from bench import flood, fuzz
 from tests.fakes import lag
 from tests.fakes.checkpoints import WEIGHTS, key_of, write_checkpoint
 from tests.fakes.client import Client, Handout
@@ -266,6 +267,28 @@ class Soak:
         until(lambda: os.read(reader, 1) == b"", "the daemon holds no copy")
         os.close(reader)
 
+    def flood(self) -> None:
+        """A hostile process with hundreds of connections, while a normal client is timed."""
+        stop = multiprocessing.Event()
+        kind = self.random.choice(flood.KINDS)
+        hostile = multiprocessing.Process(
+            target=flood.flood, args=(kind, self.daemon.socket, self.checkpoints[0], stop, 200)
+        )
+        hostile.start()
+        for _ in range(5):
+            self.pause(0.1)
+            self.timed_status()
+        stop.set()
+        hostile.join()
+
+    def remove_socket(self) -> None:
+        """It is made again; who is connected stays so."""
+        if self.random.random() < 0.5:
+            self.daemon.socket.unlink()
+        else:
+            shutil.rmtree(self.daemon.runtime)
+        until(self.daemon.socket.exists, "the socket is made again")
+
     def freeze(self) -> None:
         self.daemon.signal(signal.SIGSTOP)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -354,6 +377,8 @@ class Soak:
             self.never_reads: 1,
             self.descriptor_spam: 1,
             self.freeze: 1,
+            self.flood: 2,
+            self.remove_socket: 1,
         }
 
     def step(self) -> None:

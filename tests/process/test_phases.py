@@ -149,6 +149,31 @@ def test_signal_in_a_phase_of_the_start(stage: Stage, phase: str, number: signal
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
+@pytest.mark.parametrize("phase", ["adopt", "handshake"])
+def test_signal_while_what_was_stored_is_taken_back(
+    stage: Stage, make_engine: MakeEngine, phase: str, number: signal.Signals
+) -> None:
+    stage.daemon.start()
+    engine = make_engine(stage.daemon, stage.checkpoint)
+    engine.attached()
+    stage.daemon.signal(signal.SIGKILL)
+    stage.daemon.wait()
+    stage.pauses.arm(phase)
+    stage.daemon.launch(keep_store=True)
+    stage.reach(phase)
+    stage.strike(number, phase)
+    if number is signal.SIGSTOP:
+        stage.daemon.notified("READY=1")
+    else:
+        stage.start_again()
+    # The one generation that there was, whatever happened on the way.
+    assert stage.serves().caches[0].source == "adopted"
+    assert len(stage.spawns.read_text().splitlines()) == 1
+    assert engine.digest() == hashlib.sha256(stage.content()).hexdigest().encode()
+    assert stage.daemon.stop() == 0
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
 @pytest.mark.parametrize("phase", SERVING)
 def test_signal_while_an_engine_is_served(
     stage: Stage, make_engine: MakeEngine, phase: str, number: signal.Signals

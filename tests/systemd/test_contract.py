@@ -125,13 +125,41 @@ def test_hardening_of_the_unit_is_in_force_on_daemon_and_loader(unit: Unit, tmp_
     loader = unit.spawns.read_text().split()[-1]
     for pid in (str(unit.pid), loader):
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        # RestrictRealtime=, RestrictSUIDSGID=, LockPersonality= and SystemCallArchitectures= are filters of mode 2.
+        # All options but two are filters of mode 2.
         assert (status["NoNewPrivs"], status["Seccomp"], status["Umask"]) == ("1", "2", "0077")
-        assert int(status["Seccomp_filters"]) >= 4
+        assert int(status["Seccomp_filters"]) >= 6
     limits = Path(f"/proc/{unit.pid}/limits").read_text()
     assert "8192                 8192                 files" in limits
     gates.let_go("weights", lambda: False)
     until(lambda: unit.show("ActiveState") == "active", "the unit is up")
+
+
+FORBIDDEN = """
+import ctypes, errno, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def family(number):
+    try: socket.socket(number, socket.SOCK_DGRAM).close()
+    except OSError as e: return errno.errorcode[e.errno]
+    return "works"
+for name in ("AF_INET", "AF_INET6", "AF_NETLINK", "AF_UNIX", "AF_ALG", "AF_PACKET"):
+    print(name, family(getattr(socket, name)))
+for call in ("swapoff", "umount"):
+    getattr(libc, call)(b"/nowhere")
+    print(call, errno.errorcode[ctypes.get_errno()])
+"""
+
+
+def test_filters_of_the_unit_forbid_and_allow_what_they_should(unit: Unit, tmp_path: Path) -> None:
+    script, out = tmp_path / "forbidden.py", tmp_path / "out"
+    script.write_text(FORBIDDEN)
+    start = f"ExecStart={sys.executable} {script}"
+    unit.install("Type=oneshot", "Restart=no", "ExecStart=", start, f"StandardOutput=file:{out}").systemctl("start")
+    assert out.read_text().split() == [
+        *("AF_INET", "works", "AF_INET6", "works", "AF_NETLINK", "works", "AF_UNIX", "works"),
+        *("AF_ALG", "EAFNOSUPPORT", "AF_PACKET", "EAFNOSUPPORT"),
+        # Without the filter it would be ENOENT.
+        *("swapoff", "EPERM", "umount", "ENOENT"),
+    ]
 
 
 # ---- the target

@@ -7,47 +7,59 @@ packet still waits. So whatever carries descriptors is touched in a thread of it
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import re
 import socket
-import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from weightcached.daemon.packets import readable
-from weightcached.wire.framing import Packet, recv_packet
+from weightcached.daemon.turns import Ticket
+from weightcached.wire.framing import (
+    MAX_PACKET_BYTES,
+    Packet,
+    is_large,
+    large_nbytes,
+    read_large,
+    recv_packet,
+    recv_unread,
+)
 
 _T = TypeVar("_T")
-_QUEUED = re.compile(r"^scm_fds:\s*([0-9]+)$", re.MULTILINE)
+_QUEUED = re.compile(rb"^scm_fds:\s*([0-9]+)$", re.MULTILINE)
 
 
 async def recv(
     sock: socket.socket,
-    turn: Callable[[], Awaitable[None]],
-    large_turn: Callable[[], Awaitable[None]],
+    ticket: Ticket,
     *,
     max_large_bytes: int,
 ) -> Packet:
-    """The next packet, or the message in a memfd that it stands for, once it is there and `turn()` has returned.
+    """The next packet, or the message in a memfd that it stands for, once it is there and its turn has come.
 
-    What carries a descriptor waits for `large_turn()` as well, and stays in the socket until then. Raises as
-    recv_packet() does.
+    Until then it stays in the socket, and a message that is longer than a packet in its memfd. Raises as recv_packet()
+    does.
     """
     while True:
         await readable(sock.fileno())
-        await turn()
+        await ticket.turn()
         try:
             if not _carries_descriptors(sock):
                 return recv_packet(sock, max_fds=0)
-            await large_turn()
+            await ticket.descriptors_turn()
             # Its own descriptor: the connection may be given up meanwhile.
             ours = sock.dup()
-            return await _in_thread(partial(_recv_and_close, ours, max_large_bytes))
+            packet = await _in_thread(partial(_recv_and_close, ours, max_large_bytes))
         except BlockingIOError:
             continue
+        if not is_large(packet):
+            return packet
+        with packet.fds[0]:
+            await ticket.large_turn()
+            return read_large(packet, max_nbytes=max_large_bytes)
 
 
 def _carries_descriptors(sock: socket.socket) -> bool:
@@ -57,11 +69,31 @@ def _carries_descriptors(sock: socket.socket) -> bool:
 
 
 def _recv_and_close(ours: socket.socket, max_large_bytes: int) -> Packet:
+    """One packet. The only descriptor that it still has is a sealed memfd, which takes no time to close."""
     with ours:
-        return recv_packet(ours, max_fds=0, max_large_bytes=max_large_bytes)
+        packet = recv_unread(ours, max_fds=0)
+        if not is_large(packet):
+            return packet
+        with contextlib.ExitStack() as stack:
+            stack.callback(packet.fds[0].close)
+            if large_nbytes(packet, max_nbytes=max_large_bytes) > MAX_PACKET_BYTES:
+                stack.pop_all()
+                return packet
+            return read_large(packet, max_nbytes=max_large_bytes)
 
 
-def hang_up(sock: socket.socket) -> asyncio.Future[None] | None:
+def has_left(sock: socket.socket) -> bool:
+    """Whether the peer is gone and has said nothing."""
+    try:
+        data, _, flags, _ = sock.recvmsg(1, 0, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return not data and not flags & socket.MSG_CTRUNC
+
+
+def hang_up(sock: socket.socket, ticket: Ticket) -> asyncio.Future[None] | None:
     """Close a connection so that the peer can still read what was sent to it. Returns what is left to wait for.
 
     Unread data at close() would give the peer ECONNRESET in place of the last answer. What it had sent is thrown
@@ -73,13 +105,19 @@ def hang_up(sock: socket.socket) -> asyncio.Future[None] | None:
     if _queued_descriptors(sock) == 0:
         _drain_and_close(sock)
         return None
-    return asyncio.ensure_future(_in_thread(partial(_drain_and_close, sock)))
+    return asyncio.ensure_future(_hang_up_in_turn(sock, ticket))
+
+
+async def _hang_up_in_turn(sock: socket.socket, ticket: Ticket) -> None:
+    await ticket.descriptors_turn()
+    await _in_thread(partial(_drain_and_close, sock))
 
 
 def _queued_descriptors(sock: socket.socket) -> int | None:
     """How many descriptors wait in the socket; None where the kernel (before 5.13) does not say."""
     try:
-        found = _QUEUED.search(Path(f"/proc/self/fdinfo/{sock.fileno()}").read_text())
+        with open(f"/proc/self/fdinfo/{sock.fileno()}", "rb", buffering=0) as f:
+            found = _QUEUED.search(f.read(4096))
     except OSError:
         return None
     return int(found[1]) if found else None
@@ -115,5 +153,6 @@ async def _in_thread(work: Callable[[], _T]) -> _T:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name="foreign-descriptors", daemon=True).start()
+    # Not a threading.Thread: its start() waits for the thread to run, and on a busy machine that takes its time.
+    _thread.start_new_thread(run, ())
     return await done

@@ -33,7 +33,7 @@ from weightcached.daemon.place import Place
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
-from weightcached.daemon.turns import Turns
+from weightcached.daemon.turns import Queues
 from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, DeviceBusyError, ManifestError, RuntimePathError
 from weightcached.paths import check_device, runtime_dir
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
@@ -48,10 +48,6 @@ _EXTEND_MARGIN_S = 15.0
 # How often we look whether our socket is still there.
 _LOOK_PERIOD_S = 5.0
 _SWITCH_INTERVAL_S = 0.001
-# About 1 ms between two looks at the sockets.
-_UNITS_PER_TURN = 4
-# A message of MAX_REQUEST_BYTES takes up to 15 ms: no more than one falls into the 50 ms of a status.
-_LARGE_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -172,9 +168,8 @@ class Daemon:
         self._unreachable = ""
         self._since = time.time()
         self._idle_timeout_s = options.idle_timeout_s
-        self.turns = Turns(units=_UNITS_PER_TURN)
-        self.large_turns = Turns(units=1, pause_s=_LARGE_PAUSE_S)
-        self._server = Server(listener, self._open_session, self.turns)
+        self.queues = Queues()
+        self._server = Server(listener, self._open_session, self.queues)
         self._started = asyncio.Event()
         self._reload_turn = asyncio.Lock()
         self._look_turn = asyncio.Lock()

@@ -22,7 +22,8 @@ from weightcached.paths import create_runtime_dir, lock_path, socket_path
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 256
+# Short: whoever waits in it waits behind a flood. Further peers wait in connect(), each as one of many.
+_BACKLOG = 32
 
 
 class Place:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from weightcached.daemon import foreign, packets
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
-from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Account, Turns
+from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Queues, Ticket
 from weightcached.errors import ProtocolError
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, decode_reply, encode
@@ -35,8 +35,7 @@ _ACCEPT_PAUSE_S = 0.2
 # So many are taken from the backlog before others get a turn: each costs little, and nobody can be served in it.
 _ACCEPT_AT_ONCE = 32
 _MAKE_ROOM_TIMEOUT_S = 0.1
-_CLOSE_TIMEOUT_S = 5.0
-_MAX_BURIALS = 32
+_MAX_BURIALS = 512
 HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
 
 
@@ -51,16 +50,16 @@ class Server:
     """Serves every connection of `listener` in a task of its own. `open_session` makes the Session for a peer."""
 
     def __init__(
-        self, listener: socket.socket, open_session: Callable[[socket.socket, Peer], Session], turns: Turns
+        self, listener: socket.socket, open_session: Callable[[socket.socket, Peer], Session], queues: Queues
     ) -> None:
         self._listener = listener
         self._open_session = open_session
-        self._turns = turns
+        self._queues = queues
         # In the order in which they came.
         self._connections: dict[asyncio.Task[None], _Connection] = {}
         # Connections by pid.
         self._of_process: Counter[int] = Counter()
-        # Of connections that were refused; those of the others count as connections until they are over.
+        # Connections that are over, but for descriptors in them that may take their time to close.
         self._burials: set[asyncio.Future[None]] = set()
         # The kernel gives the lowest free number, so a number tells how many are taken.
         self._first_reserved = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS
@@ -82,12 +81,9 @@ class Server:
         self._listener.close()
 
     async def close_connections(self) -> None:
-        tasks = list(self._connections)
-        for task in tasks:
+        for task in self._connections:
             task.cancel()
-        if tasks:
-            # What a peer sent may hold up the end of its connection, not ours.
-            await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT_S)
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _accept(self) -> None:
         at_once = 0
@@ -103,6 +99,8 @@ class Server:
                 log.warning("cannot accept, pausing error=%s connections=%d", e.strerror, len(self._connections))
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
+                if len(self._burials) >= _MAX_BURIALS:
+                    await asyncio.wait(self._burials, return_when=asyncio.FIRST_COMPLETED)
                 await self._welcome(sock)
                 at_once = (at_once + 1) % _ACCEPT_AT_ONCE
                 if at_once == 0:
@@ -116,18 +114,23 @@ class Server:
             peer = identify(sock)
         except PeerRefusedError as e:
             log.warning("peer refused reason=%s", e)
-            await self._refuse(sock, Refused(code="peer", message=str(e)))
+            self._refuse(sock, Ticket(self._queues, 0), Refused(code="peer", message=str(e)))
+            return
+        ticket = Ticket(self._queues, peer.pid)
+        if foreign.has_left(sock):
+            # Most of those that a flood left in the backlog.
+            self._hang_up(sock, ticket)
             return
         limit = self._limit_reached(sock)
         # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
         if limit and peer.pid != os.getpid() and not await self._make_room(peer):
             log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
             message = f"this daemon has {limit}: close some, then try again"
-            await self._refuse(sock, Refused(code="busy", message=message))
+            self._refuse(sock, ticket, Refused(code="busy", message=message))
             return
         peer.follow(sock)
         session = self._open_session(sock, peer)
-        task = asyncio.create_task(self._serve(sock, peer, session))
+        task = asyncio.create_task(self._serve(sock, peer, session, ticket))
         self._connections[task] = _Connection(peer, session)
         self._of_process[peer.pid] += 1
         task.add_done_callback(self._ended)
@@ -160,28 +163,26 @@ class Server:
                 return bool(ended)
         return False
 
-    async def _refuse(self, sock: socket.socket, message: Message) -> None:
+    def _refuse(self, sock: socket.socket, ticket: Ticket, message: Message) -> None:
         with contextlib.suppress(OSError):
             send_packet(sock, encode(message))
-        burial = foreign.hang_up(sock)
+        self._hang_up(sock, ticket)
+
+    def _hang_up(self, sock: socket.socket, ticket: Ticket) -> None:
+        burial = foreign.hang_up(sock, ticket)
         if burial is not None:
             self._burials.add(burial)
             burial.add_done_callback(self._burials.discard)
-            if len(self._burials) >= _MAX_BURIALS:
-                await asyncio.wait(self._burials, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _serve(self, sock: socket.socket, peer: Peer, session: Session) -> None:
-        account = self._turns.account(peer.pid)
+    async def _serve(self, sock: socket.socket, peer: Peer, session: Session, ticket: Ticket) -> None:
         try:
-            await self._turns.take(account, GREETING_UNITS)
-            await self._converse(peer, session, account)
+            await ticket.turn(GREETING_UNITS)
+            await self._converse(peer, session, ticket)
         finally:
             peer.close()
-            burial = foreign.hang_up(sock)
-            if burial is not None:
-                await asyncio.wait({burial})
+            self._hang_up(sock, ticket)
 
-    async def _converse(self, peer: Peer, session: Session, account: Account) -> None:
+    async def _converse(self, peer: Peer, session: Session, ticket: Ticket) -> None:
         talk = asyncio.create_task(session.run())
         death = asyncio.create_task(packets.readable(peer.pidfd.fileno())) if peer.pidfd else None
         tasks = [talk, *([death] if death else [])]
@@ -189,7 +190,7 @@ class Server:
             # Whichever is first: the peer's death shows in its pidfd even while others hold its socket open.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # Hundreds may end at once, with their process.
-            await self._turns.take(account, BURIAL_UNITS)
+            await ticket.turn(BURIAL_UNITS)
             _log_end(peer, talk)
         finally:
             for task in tasks:

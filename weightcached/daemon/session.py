@@ -11,7 +11,6 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable
-from functools import partial
 from typing import Protocol
 
 from weightcached import __version__
@@ -23,7 +22,7 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
-from weightcached.daemon.turns import BYTES_PER_UNIT, Turns
+from weightcached.daemon.turns import Queues, Ticket
 from weightcached.errors import ProtocolError
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
@@ -80,8 +79,7 @@ class Service(Protocol):
     leases: Leases
     matcher: Matcher
     tally: Tally
-    turns: Turns
-    large_turns: Turns
+    queues: Queues
     reconciler: Reconciler
 
     def status(self) -> StatusReply: ...
@@ -103,8 +101,7 @@ class Session:
         self._idle_timeout_s = idle_timeout_s
         self._purpose = "ctl"
         self._leases: dict[Generation, Lease] = {}
-        self._account = service.turns.account(peer.pid)
-        self._large_account = service.large_turns.account(peer.pid)
+        self._ticket = Ticket(service.queues, peer.pid)
 
     @property
     def holds_lease(self) -> bool:
@@ -164,14 +161,8 @@ class Session:
 
     async def _recv(self) -> Packet:
         """The next packet. Until it is this peer's turn, it stays in the socket."""
-        turns, large_turns = self._service.turns, self._service.large_turns
-        packet = await foreign.recv(
-            self._sock,
-            partial(turns.take, self._account),
-            partial(large_turns.take, self._large_account),
-            max_large_bytes=MAX_REQUEST_BYTES,
-        )
-        turns.charge(self._account, len(packet.data) // BYTES_PER_UNIT)
+        packet = await foreign.recv(self._sock, self._ticket, max_large_bytes=MAX_REQUEST_BYTES)
+        self._ticket.charge(len(packet.data))
         return packet
 
     async def _next_packet(self) -> Packet:

@@ -14,7 +14,13 @@ from weakref import WeakValueDictionary
 REQUEST_UNITS = 1
 GREETING_UNITS = 2
 BURIAL_UNITS = 1
-BYTES_PER_UNIT = 4096
+_BYTES_PER_UNIT = 4096
+# About 1 ms between two looks at the sockets.
+_UNITS_AT_ONCE = 4
+# A packet with descriptors keeps a thread busy for a fraction of that; many threads would keep the event loop waiting.
+_DESCRIPTORS_PAUSE_S = 0.002
+# A message of the largest size takes up to 15 ms: no more than one falls into the 50 ms of a status.
+_LARGE_PAUSE_S = 0.1
 
 
 class Account:
@@ -84,3 +90,36 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._let_go)
         else:
             self._scheduled = False
+
+
+class Queues:
+    """One queue for everything, and beside it one each for what costs more than its bytes or could hold others up."""
+
+    def __init__(self) -> None:
+        self.requests = Turns(units=_UNITS_AT_ONCE)
+        self.descriptors = Turns(units=1, pause_s=_DESCRIPTORS_PAUSE_S)
+        self.large = Turns(units=1, pause_s=_LARGE_PAUSE_S)
+
+
+class Ticket:
+    """A connection's access to the queues, in the name of its process."""
+
+    def __init__(self, queues: Queues, pid: int) -> None:
+        self._queues = queues
+        self._requests = queues.requests.account(pid)
+        self._descriptors = queues.descriptors.account(pid)
+        self._large = queues.large.account(pid)
+
+    async def turn(self, units: int = REQUEST_UNITS) -> None:
+        """Return when something may be done for it: a packet received, a connection greeted or buried."""
+        await self._queues.requests.take(self._requests, units)
+
+    def charge(self, nbytes: int) -> None:
+        """A packet of so many bytes came in the last turn."""
+        self._queues.requests.charge(self._requests, nbytes // _BYTES_PER_UNIT)
+
+    async def descriptors_turn(self) -> None:
+        await self._queues.descriptors.take(self._descriptors)
+
+    async def large_turn(self) -> None:
+        await self._queues.large.take(self._large)

@@ -87,8 +87,8 @@ def is_sealed(fd: int) -> bool:
     return sealed and stat.S_ISREG(os.fstat(fd).st_mode)
 
 
-def read_sealed(fd: int, *, max_nbytes: int) -> bytes:
-    """The whole content of a sealed memfd, from offset 0. Raises ValueError for anything else or anything larger."""
+def sealed_nbytes(fd: int, *, max_nbytes: int) -> int:
+    """The size of a sealed memfd that can be read. Raises ValueError for anything else or anything larger."""
     if not is_sealed(fd):
         raise ValueError("the descriptor is not a memfd sealed against change")
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
@@ -96,4 +96,9 @@ def read_sealed(fd: int, *, max_nbytes: int) -> bytes:
     nbytes = os.fstat(fd).st_size
     if nbytes > max_nbytes:
         raise ValueError(f"the memfd holds {nbytes} bytes, at most {max_nbytes} are allowed")
-    return os.pread(fd, nbytes, 0)
+    return nbytes
+
+
+def read_sealed(fd: int, *, max_nbytes: int) -> bytes:
+    """The whole content of a sealed memfd, from offset 0. Raises ValueError for anything else or anything larger."""
+    return os.pread(fd, sealed_nbytes(fd, max_nbytes=max_nbytes), 0)

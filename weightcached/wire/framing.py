@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weightcached.errors import ProtocolError
-from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd
+from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd, sealed_nbytes
 
 MAX_PACKET_BYTES = 64 * 1024
 # The kernel refuses more than 253 in one message (SCM_MAX_FD).
@@ -63,6 +63,35 @@ def _sendmsg(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:
 def recv_packet(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES) -> Packet:
     """Receive one packet with at most `max_fds` descriptors, or a message of at most `max_large_bytes` in a memfd.
 
+    Raises as recv_unread() and read_large() do.
+    """
+    packet = recv_unread(sock, max_fds=max_fds)
+    return read_large(packet, max_nbytes=max_large_bytes) if is_large(packet) else packet
+
+
+def is_large(packet: Packet) -> bool:
+    """Whether the packet only says that its message is in the one descriptor that it carries."""
+    return packet.data == _LARGE and len(packet.fds) == 1
+
+
+def large_nbytes(packet: Packet, *, max_nbytes: int) -> int:
+    """How long the message of a large packet is. Raises ProtocolError if it is unsealed or longer than that."""
+    try:
+        return sealed_nbytes(packet.fds[0].fileno(), max_nbytes=max_nbytes)
+    except ValueError as e:
+        raise ProtocolError(f"message in a memfd: {e}") from e
+
+
+def read_large(packet: Packet, *, max_nbytes: int) -> Packet:
+    """The message of a large packet, whose descriptor is closed. Raises as large_nbytes() does."""
+    with packet.fds[0] as large:
+        large_nbytes(packet, max_nbytes=max_nbytes)
+        return Packet(read_sealed(large.fileno(), max_nbytes=max_nbytes), [])
+
+
+def recv_unread(sock: socket.socket, *, max_fds: int) -> Packet:
+    """Receive one packet as it is: is_large() tells whether there is more to read.
+
     Raises EOFError at the end of the connection, ProtocolError for anything cut off or out of limits (every
     descriptor that came is closed first), BlockingIOError on an empty non-blocking socket, OSError otherwise.
     """
@@ -81,16 +110,11 @@ def recv_packet(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX
         if ancillary:
             raise ProtocolError("a packet without data carried descriptors")
         raise EOFError("the peer closed the connection")
-    if data == _LARGE and len(fds) == 1:
-        with fds[0] as large:
-            try:
-                return Packet(read_sealed(large.fileno(), max_nbytes=max_large_bytes), [])
-            except ValueError as e:
-                raise ProtocolError(f"message in a memfd: {e}") from e
-    if len(fds) > max_fds:
+    packet = Packet(data, fds)
+    if len(fds) > max_fds and not is_large(packet):
         close_all(fds)
         raise ProtocolError(f"{len(fds)} descriptors came with a message that may carry {max_fds}")
-    return Packet(data, fds)
+    return packet
 
 
 def _adopt(ancillary: list[tuple[int, int, bytes]]) -> list[OwnedFd]:
