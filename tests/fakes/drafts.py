@@ -20,7 +20,7 @@ from bench.checkpoints import llama_config
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 # How much the layers add to what passes by them.
-_TARGET_GAIN, _DRAFT_GAIN = 0.3, 0.15
+_TARGET_GAIN, _DRAFT_GAIN = 0.15, 0.1
 
 
 class Shape(NamedTuple):
