@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 from vllm.logger import init_logger
@@ -20,7 +21,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from weightcache_loader import attach as binding
-from weightcache_loader import client, engine, fallback
+from weightcache_loader import client, drafts, engine, fallback
 from weightcache_loader.hooks import PostProcessing
 from weightcache_loader.key import build_key
 from weightcache_loader.options import LoaderOptions, parse_options
@@ -48,6 +49,8 @@ class Decision(NamedTuple):
 class _Kept(NamedTuple):
     engine: str
     decision: Decision
+    # So that its id names nothing else meanwhile.
+    speculative_config: Any
 
 
 # By role and until the load that uses it: vLLM makes a new loader object for every question.
@@ -66,10 +69,23 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self.options: LoaderOptions = parse_options(load_config.model_loader_extra_config, load_config.load_format)
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Bytes of device memory that the mapped generation holds outside this process; 0 when it loads from disk."""
+        """Bytes of device memory that the mapped generations hold outside this process: the target's and the draft's.
+
+        What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has of its own.
+        """
+        total = self._external_bytes(vllm_config, vllm_config.model_config)
+        if drafts.loads_here(vllm_config):
+            config = drafts.draft_config(vllm_config)
+            # vLLM asks once, the target's loader, for both; the draft's own is made later, from the same options.
+            if isinstance(loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader):
+                total += loader._external_bytes(config, config.speculative_config.draft_model_config)
+        return total
+
+    def _external_bytes(self, vllm_config: Any, model_config: Any) -> int:
+        self._take_role(vllm_config, model_config)
         if self.options.mode == "copy":
             return 0
-        decision = self._decide(vllm_config, self._model_config(vllm_config))
+        decision = self._decide(vllm_config, model_config)
         if decision.attachment is None:
             return 0
         engine.freeze_heap()
@@ -87,6 +103,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         """
         from vllm.config import get_current_vllm_config
 
+        self._take_role(get_current_vllm_config(), model_config)
         attachment = self._attach(get_current_vllm_config(), model_config)
         try:
             mapping, device = self._map(attachment)
@@ -100,7 +117,12 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         log.info("copied %d tensors of %s into the model", count, attachment.ready.cache)
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        """The model, mapped from the cache or loaded from disk."""
+        """The model, mapped from the cache or loaded from disk. Drafts without a cache load from disk."""
+        self._take_role(vllm_config, model_config)
+        if self.options.is_draft and not drafts.is_cached(vllm_config):
+            return self._disk_loader().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        if not self.options.is_draft and (told := drafts.message(vllm_config)):
+            log.info("%s", told)
         decision = self._decide(vllm_config, model_config)
         _decisions.pop(self.options.role, None)
         if decision.attachment is not None:
@@ -110,14 +132,17 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             self._give_up(vllm_config, model_config, result)
         return self._disk_loader().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
-    def _model_config(self, vllm_config: Any) -> Any:
-        if self.options.is_draft:
-            return vllm_config.speculative_config.draft_model_config
-        return vllm_config.model_config
+    def _take_role(self, vllm_config: Any, model_config: Any) -> None:
+        # vLLM marks a draft's load where it knows the load format and the method as those of a cached draft.
+        if drafts.is_draft(vllm_config, model_config) and not self.options.is_draft:
+            self.options = msgspec.structs.replace(self.options, is_draft=True)
 
     def _decide(self, vllm_config: Any, model_config: Any) -> Decision:
         """The decision of this engine. Raises its reason, with fallback off, and OutOfDeviceMemoryError."""
-        role, asking = self.options.role, f"{getattr(vllm_config, 'instance_id', '')} {model_config.model}"
+        role = self.options.role
+        # vLLM makes a new configuration for each question about a draft; what says how to speculate stays one object.
+        engine_of = id(vllm_config.speculative_config) if role == "draft" else getattr(vllm_config, "instance_id", "")
+        asking = f"{engine_of} {model_config.model}"
         kept = _decisions.pop(role, None)
         if kept is not None and kept.engine != asking:
             # An engine that ended between its questions; this one is another, perhaps with another model.
@@ -128,7 +153,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             decision = self._first_decision(vllm_config, model_config)
             if decision.reason is not None:
                 self._give_up(vllm_config, model_config, decision.reason)
-            kept = _Kept(asking, decision)
+            kept = _Kept(asking, decision, vllm_config.speculative_config)
         _decisions[role] = kept
         return kept.decision
 

@@ -45,7 +45,7 @@ def _rows(spec: ModelSpec, problems: list[str]) -> Iterator[Row]:
     placed = [(ALL, layout.place(0))] if spec.devices == [ALL] else place(spec.engine, spec.devices)
     for device, placement in placed:
         yield Row(spec.name, "target", device, placement, nbytes)
-        if len(roles(spec)) > 1:
+        if "draft" in roles(spec, placement):
             # How much of it is the target's own checkpoint differs by method.
             yield Row(spec.name, "draft", device, placement, None)
 

@@ -15,9 +15,19 @@ import msgspec
 YOUR_TURN = b"your turn"
 
 
+class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a loader is told of its group: where, how long, and this node's devices in local-rank order."""
+
+    host: str
+    port: int
+    timeout_s: int
+    devices: list[str]
+
+
 class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One cache to load. `rank` counts within the data parallel replica `dp_rank`, pipeline before tensor ranks.
 
+    Without `rendezvous` the rank is loaded alone.
     `waits`: another load has the device; this child imports and configures meanwhile, and waits for its turn.
     """
 
@@ -29,7 +39,7 @@ class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     engine: dict[str, Any]
     rank: int
     dp_rank: int = 0
-    rendezvous: str = "solo"
+    rendezvous: Meeting | None = None
     identity: Literal["full", "sampled"] = "full"
     boot_id: str
     socket_fd: int

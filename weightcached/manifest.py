@@ -17,13 +17,15 @@ import msgspec
 from weightcached.errors import DeviceError, ManifestError
 from weightcached.paths import check_device, is_host_device
 from weightcached.placement import SIZES, Placement, PlacementError, layout_of, needs
+from weightcached.rendezvous import SOLO, Rendezvous
+from weightcached.rendezvous import parse as parse_rendezvous
+from weightcached.speculative import has_cached_draft
 from weightcached.yamlnode import Value, read
 
 VERSION = 1
 ALL = "all"
 ROOT_KEYS = ("version", "models")
 MODEL_KEYS = ("name", "devices", "engine", "python", "rendezvous", "identity")
-RENDEZVOUS = ("solo", "group")
 IDENTITY = ("full", "sampled")
 LAYOUT_KEYS = SIZES
 # The loader would attach to the cache that it is about to fill.
@@ -38,7 +40,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[str]
     engine: dict[str, Any]
     python: str | None = None
-    rendezvous: str = "solo"
+    rendezvous: Rendezvous | None = None
     identity: Literal["full", "sampled"] = "full"
 
     def is_on(self, device: str) -> bool:
@@ -58,10 +60,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self, device: str) -> str:
         """Names what a generation on `device` was loaded from; changes with anything that changes the load.
 
-        Hex sha256. The name is left out: it is the cache's own; so is `identity`, which changes no byte that is
-        loaded, and so are the peers' devices, of which only this device's rank counts.
+        Hex sha256. The name is left out: it is the cache's own; so are `identity` and where a group meets,
+        which change no byte that is loaded, and so are the peers' devices, of which only this device's rank counts.
         """
-        loaded_from = [self.engine, self.python, self.rendezvous, self.rank_of(device)]
+        loaded_from = [self.engine, self.python, "group" if self.rendezvous else SOLO, self.rank_of(device)]
         return hashlib.sha256(msgspec.json.encode(loaded_from, order="deterministic")).hexdigest()
 
 
@@ -107,8 +109,23 @@ def _models(entries: list[Value]) -> list[ModelSpec]:
                 f"the name {model.name!r} is taken by the model on line {lines[model.name]}: choose another"
             )
         lines[model.name] = keys["name"].line
+        _check_ports(model, models, keys)
         models.append(model)
     return models
+
+
+def _check_ports(model: ModelSpec, others: list[ModelSpec], keys: dict[str, Value]) -> None:
+    """Loaders of two models may meet at the same time."""
+    for other in others:
+        if shared := _ports(model) & _ports(other):
+            keys["rendezvous"].fail(f"port {min(shared)} is that of a group of {other.name} too: choose another")
+
+
+def _ports(model: ModelSpec) -> set[int]:
+    if model.rendezvous is None:
+        return set()
+    roles = ("target", "draft") if has_cached_draft(model.engine) else ("target",)
+    return {model.rendezvous.port_of(role) for role in roles}
 
 
 def _model(entry: Value, keys: dict[str, Value]) -> ModelSpec:
@@ -116,12 +133,16 @@ def _model(entry: Value, keys: dict[str, Value]) -> ModelSpec:
         if required not in keys:
             entry.fail(f"the key {required} is missing")
     engine = _engine(keys["engine"])
+    devices = _devices(keys["devices"], engine)
+    rendezvous = parse_rendezvous(keys["rendezvous"], engine) if "rendezvous" in keys else None
+    if rendezvous is not None and devices == [ALL]:
+        keys["rendezvous"].fail(f"devices: {ALL} gives each device a copy of its own, which has no peers: write solo")
     return ModelSpec(
         name=_name(keys["name"]),
-        devices=_devices(keys["devices"], engine),
+        devices=devices,
         engine=engine,
         python=_python(keys["python"]) if "python" in keys else None,
-        rendezvous=keys["rendezvous"].one_of(RENDEZVOUS) if "rendezvous" in keys else "solo",
+        rendezvous=rendezvous,
         identity=cast(Literal["full", "sampled"], keys["identity"].one_of(IDENTITY)) if "identity" in keys else "full",
     )
 
@@ -207,7 +228,13 @@ def _check_argument_name(key: str, argument: Value) -> None:
 def _check_draft(speculative: Value | None) -> None:
     if speculative is None or speculative.kind != "map":
         return
-    draft = speculative.mapping().get("model")
+    keys = speculative.mapping()
+    load = keys["draft_load_config"].plain() if "draft_load_config" in keys else None
+    if isinstance(load, dict) and load.get("load_format") in OWN_LOAD_FORMATS:
+        keys["draft_load_config"].fail(
+            f"load_format {load['load_format']!r} would attach to the cache that this entry fills: remove it"
+        )
+    draft = keys.get("model")
     if draft is not None and draft.kind == "str":
         _check_model(draft, config_elsewhere=False)
 

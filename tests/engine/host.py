@@ -147,8 +147,34 @@ def burst(llm: Any) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
+def speculation(llm: Any) -> dict[str, Any]:
+    """How many tokens were drafted and accepted since the engine's start; needs disable_log_stats=False."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
+    return {name: metrics[name].value for name in names}
+
+
+def draft(llm: Any) -> dict[str, Any]:
+    """What the draft says of its own weights, and which of them are the target's objects."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    runner = executor.driver_worker.worker.model_runner
+    # The names of vLLM's two runners for it.
+    model = (getattr(runner, "drafter", None) or runner.speculator).model
+    target = _model(llm)
+    flags = {name: getattr(model, name, None) for name in ("has_own_embed_tokens", "has_own_lm_head")}
+    return flags | {
+        "shares_embed_tokens": model.model.embed_tokens is target.model.embed_tokens,
+        "shares_lm_head": getattr(model, "lm_head", None) is target.lm_head,
+    }
+
+
+def kv_blocks(llm: Any) -> int:
+    return int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+
 CALLS = {
     "tied_objects": tied_objects, "mapped_bytes": mapped_bytes, "reload_in_place": reload_in_place, "burst": burst,
+    "speculation": speculation, "draft": draft, "kv_blocks": kv_blocks,
 }  # fmt: skip
 
 

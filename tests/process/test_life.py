@@ -112,7 +112,8 @@ def test_device_without_a_model_is_served_and_can_be_given_one(make_daemon: Laun
 
 
 def test_draft_model_has_a_cache_of_its_own(make_daemon: Launcher, checkpoint: Path) -> None:
-    entry = model("tiny", checkpoint, speculative_config={"model": str(checkpoint), "num_speculative_tokens": 2})
+    draft = {"method": "eagle", "model": str(checkpoint), "num_speculative_tokens": 2}
+    entry = model("tiny", checkpoint, speculative_config=draft)
     daemon = make_daemon([entry]).start()
     assert [(c.name, c.role) for c in daemon.status().caches] == [("tiny/target", "target"), ("tiny/draft", "draft")]
     with daemon.client() as engine:

@@ -27,8 +27,9 @@ def path(tmp_path: Path) -> Path:
 
 def engine(world_size: int = 1) -> Any:
     return SimpleNamespace(
-        load_config=SimpleNamespace(download_dir=None), parallel_config=SimpleNamespace(world_size=world_size)
-    )
+        load_config=SimpleNamespace(download_dir=None), parallel_config=SimpleNamespace(world_size=world_size),
+        model_config=SimpleNamespace(model="/the/target"),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -47,6 +48,14 @@ def test_a_rank_needs_its_share_of_the_files(model: Any) -> None:
     model.model = "/nowhere/at/all"
     with pytest.raises(CheckpointError):
         fallback.needed_bytes(engine(), model, "auto")
+
+
+def test_draft_inside_of_its_targets_checkpoint_may_need_nothing(model: Any) -> None:
+    vllm_config = engine()
+    vllm_config.model_config = SimpleNamespace(model=model.model)
+    assert fallback.needed_bytes(vllm_config, model, "auto") == 0
+    vllm_config.model_config = model
+    assert fallback.needed_bytes(vllm_config, model, "auto") == 1 << 20
 
 
 def test_held_bytes_are_those_of_caches_that_hold_any(path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from weightcached.errors import EXIT_CONFIG, DeviceError, ManifestError
 from weightcached.manifest import Manifest, ModelSpec, load_manifest
+from weightcached.rendezvous import Rendezvous
 
+PLACE = Rendezvous(host="10.0.0.1", port=29600, draft_port=29601, timeout_s=60)
 GPU_A = "GPU-0e3f0000-0000-4000-8000-00000000000a"
 GPU_B = "GPU-77a10000-0000-4000-8000-00000000000b"
 
@@ -62,7 +64,7 @@ def test_full_entry_becomes_typed_objects(write: Any, tmp_path: Path) -> None:
       quantization: null
       hf_overrides: {{rope_theta: 1.5, layers: [1, 2]}}
     python: {sys.executable}
-    rendezvous: group
+    rendezvous: {{group: 10.0.0.1:29600, timeout_s: 60}}
     identity: sampled
   - name: tiny
     devices: all
@@ -85,7 +87,7 @@ def test_full_entry_becomes_typed_objects(write: Any, tmp_path: Path) -> None:
                     "hf_overrides": {"rope_theta": 1.5, "layers": [1, 2]},
                 },
                 python=sys.executable,
-                rendezvous="group",
+                rendezvous=PLACE,
                 identity="sampled",
             ),
             ModelSpec(name="tiny", devices=["all"], engine={"model": "org/tiny"}),
@@ -132,6 +134,8 @@ def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else()
         digest(engine={"dtype": "auto", "model": "m"}),
         digest(identity="sampled"),
     ]
+    elsewhere = Rendezvous(host="10.0.0.2", port=29700, draft_port=29800)
+    assert digest(rendezvous=elsewhere) == digest(rendezvous=PLACE)
     assert set(same) == {digest()}
     different = [
         digest(),
@@ -139,7 +143,7 @@ def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else()
         digest(engine={"model": "m"}),
         digest(engine={"model": "m", "dtype": "auto", "seed": 0}),
         digest(python="/usr/bin/python3"),
-        digest(rendezvous="group"),
+        digest(rendezvous=PLACE),
     ]
     assert len(set(different)) == len(different)
 
@@ -147,6 +151,8 @@ def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else()
 DEVICES = "; 'weightcachectl devices' prints their names"
 
 KNOWN = "known keys: name, devices, engine, python, rendezvous, identity"
+WITH_DRAFT = "{model: CKPT, speculative_config: {method: eagle, model: CKPT}}"
+TWO_NODES = "{model: CKPT, tensor_parallel_size: 2, nnodes: 2, node_rank: 0}"
 DEVICE_HINT = (
     "expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; "
     "'weightcachectl devices' lists this machine's"
@@ -383,6 +389,92 @@ FAULTS = {
     "rendezvous_other": (
         model("    rendezvous: grup\n"),
         "M:6: models[0].rendezvous: expected one of solo, group, got 'grup' (did you mean 'group'?)",
+    ),
+    "rendezvous_nowhere": (
+        model("    rendezvous: group\n"),
+        "M:6: models[0].rendezvous: a group needs a place to meet: write {group: HOST:PORT}, an address of the node "
+        "with rank 0",
+    ),
+    "rendezvous_without_group": (
+        model("    rendezvous: {draft_port: 29600}\n"),
+        "M:6: models[0].rendezvous: the key group is missing: expected HOST:PORT, an address of the node with rank 0",
+    ),
+    "rendezvous_unknown_key": (
+        model("    rendezvous: {group: h:29600, timeout: 3}\n"),
+        "M:6: models[0].rendezvous.timeout: unknown key (did you mean 'timeout_s'?); known keys: group, draft_port, "
+        "timeout_s",
+    ),
+    "rendezvous_no_port": (
+        model("    rendezvous: {group: somewhere}\n"),
+        "M:6: models[0].rendezvous.group: expected HOST:PORT, got 'somewhere'",
+    ),
+    "rendezvous_low_port": (
+        model("    rendezvous: {group: h:80}\n"),
+        "M:6: models[0].rendezvous.group: expected a port of 1024 to 65535, got 80",
+    ),
+    "rendezvous_high_draft_port": (
+        model("    rendezvous: {group: h:29600, draft_port: 65536}\n"),
+        "M:6: models[0].rendezvous.draft_port: expected a port of 1024 to 65535, got 65536",
+    ),
+    "rendezvous_long_wait": (
+        model("    rendezvous: {group: h:29600, timeout_s: 541}\n"),
+        "M:6: models[0].rendezvous.timeout_s: expected at most 540, got 541: a longer wait looks like a hang",
+    ),
+    "rendezvous_one_port_for_both": (
+        model("    rendezvous: {group: h:29600, draft_port: 29600}\n", engine=WITH_DRAFT),
+        "M:6: models[0].rendezvous.draft_port: 29600 is the target's port too: both groups may meet at once",
+    ),
+    "rendezvous_engine_port": (
+        model("    rendezvous: {group: h:29777}\n", engine="{model: CKPT, master_port: 29777}"),
+        "M:6: models[0].rendezvous.group: 29777 is the engine's master_port: the engine starts while loaders may meet, "
+        "choose another",
+    ),
+    "rendezvous_default_engine_port": (
+        model("    rendezvous: {group: 10.0.0.1:29501}\n", engine=TWO_NODES),
+        "M:6: models[0].rendezvous.group: 29501 is the engine's master_port: the engine starts while loaders may meet, "
+        "choose another",
+    ),
+    "rendezvous_draft_engine_port": (
+        model(
+            "    rendezvous: {group: h:29600, draft_port: 29601}\n", engine=WITH_DRAFT[:-1] + ", master_port: 29601}"
+        ),
+        "M:6: models[0].rendezvous.draft_port: 29601 is the engine's master_port: the engine starts while loaders may "
+        "meet, choose another",
+    ),
+    "rendezvous_loopback": (
+        model("    rendezvous: {group: 127.0.0.1:29600}\n", engine=TWO_NODES),
+        "M:6: models[0].rendezvous.group: 127.0.0.1 is each node's own, and the ranks are on several: write an address "
+        "of the node with rank 0",
+    ),
+    "rendezvous_loopback_name": (
+        model("    rendezvous: {group: localhost:29600}\n", engine=TWO_NODES),
+        "M:6: models[0].rendezvous.group: localhost is each node's own, and the ranks are on several: write an address "
+        "of the node with rank 0",
+    ),
+    "rendezvous_draft_of_a_stage": (
+        model(
+            "    rendezvous: {group: h:29600}\n",
+            devices="[cpu0, cpu1]",
+            engine=WITH_DRAFT[:-1] + ", pipeline_parallel_size: 2}",
+        ),
+        "M:6: models[0].rendezvous.group: only the last pipeline stage has the draft, so its group cannot be formed: "
+        "write rendezvous: solo",
+    ),
+    "rendezvous_of_copies": (
+        model("    rendezvous: {group: h:29600}\n", devices="all"),
+        "M:6: models[0].rendezvous: devices: all gives each device a copy of its own, which has no peers: write solo",
+    ),
+    "rendezvous_port_of_another_model": (
+        one(
+            "  - {name: a, devices: [cpu0], engine: {model: CKPT}, rendezvous: {group: h:29600}}\n"
+            "  - {name: b, devices: [cpu0], engine: {model: CKPT}, rendezvous: {group: h:29600}}\n"
+        ),
+        "M:4: models[1].rendezvous: port 29600 is that of a group of a too: choose another",
+    ),
+    "draft_own_format": (
+        model(engine=WITH_DRAFT[:-2] + ", draft_load_config: {load_format: ipc_cache}}}"),
+        "M:5: models[0].engine.speculative_config.draft_load_config: load_format 'ipc_cache' would attach to the cache "
+        "that this entry fills: remove it",
     ),
     "identity_other": (
         model("    identity: true\n"),

@@ -22,7 +22,7 @@ from weightcached.daemon.children import Child, signal_name
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError, LoadError, ProtocolError
 from weightcached.index import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.job import YOUR_TURN, LoaderJob, encode_job
+from weightcached.job import YOUR_TURN, LoaderJob, Meeting, encode_job
 from weightcached.key import WeightCacheKey
 from weightcached.paths import is_host_device
 from weightcached.wire.fds import OwnedFd, close_all, is_sealed, read_sealed
@@ -74,7 +74,7 @@ class LoadRequest(NamedTuple):
     engine: dict[str, Any]
     rank: int
     dp_rank: int
-    rendezvous: str
+    rendezvous: Meeting | None
     identity: Literal["full", "sampled"]
     python: str | None
     boot_id: str

@@ -23,9 +23,12 @@ from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.errors import ManifestError
 from weightcached.identity import changed_files
+from weightcached.job import Meeting
 from weightcached.key import WeightCacheKey
 from weightcached.manifest import Manifest, ModelSpec, load_manifest
 from weightcached.paths import manifest_path
+from weightcached.placement import Placement, layout_of
+from weightcached.speculative import has_cached_draft
 from weightcached.wire.fds import close_all
 from weightcached.wire.messages import CacheOutcome, Role
 
@@ -97,16 +100,22 @@ def wanted_caches(manifest: Manifest, device: str) -> list[Wanted]:
     return [
         Wanted(f"{spec.name}/{role}", role, spec, spec.digest(device))
         for spec in manifest.on(device)
-        for role in roles(spec)
+        for role in roles(spec, spec.placement_of(device))
     ]
 
 
-def roles(spec: ModelSpec) -> tuple[Role, ...]:
-    """The caches of a model on each of its devices."""
-    # Methods like ngram speculate without a second model.
-    speculative = spec.engine.get("speculative_config")
-    has_draft = isinstance(speculative, dict) and speculative.get("model") and speculative.get("method") != "ngram"
-    return ("target", "draft") if has_draft else ("target",)
+def roles(spec: ModelSpec, placement: Placement) -> tuple[Role, ...]:
+    """The caches of one rank of a model. Only ranks of the last pipeline stage have the draft."""
+    last = placement.pp_rank == layout_of(spec.engine).pp_size - 1
+    return ("target", "draft") if last and has_cached_draft(spec.engine) else ("target",)
+
+
+def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:
+    """Where the role's loaders meet; None where each loads alone."""
+    place = spec.rendezvous
+    if place is None:
+        return None
+    return Meeting(host=place.host, port=place.port_of(role), timeout_s=place.timeout_s, devices=spec.devices)
 
 
 def plan(
@@ -287,7 +296,7 @@ class Reconciler:
             engine=want.spec.engine,
             rank=placement.rank,
             dp_rank=placement.dp_rank,
-            rendezvous=want.spec.rendezvous,
+            rendezvous=meeting_of(want.spec, cache.role),
             identity=want.spec.identity,
             python=want.spec.python,
             boot_id=self._boot_id,

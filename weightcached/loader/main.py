@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,6 +40,9 @@ from weightcached.wire.messages import (
     Message,
     encode,
 )
+
+if TYPE_CHECKING:
+    from weightcached.loader.group import Peers
 
 log = logging.getLogger("weightcached.loader")
 
@@ -148,12 +151,12 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     daemon.phase("importing")
     import torch
 
-    from weightcached.loader import rank
+    from weightcached.loader import group, rank
     from weightcached.segments.cuda import CudaBackend
 
     daemon.phase("configuring")
     vllm_config = rank.create_vllm_config(job)
-    model_config = rank.model_config_of(vllm_config, job.role)
+    vllm_config, model_config = rank.configs_of(vllm_config, job.role)
     if vllm_config.device_config.device_type != ("cpu" if is_host_device(job.device) else "cuda"):
         raise WeightcachedError(
             f"{job.cache}: the vLLM of {sys.executable} runs on {vllm_config.device_config.device_type}, "
@@ -168,28 +171,44 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
         torch.cuda.set_device(0)
         if (warning := backend.persistence_warning()) is not None:
             log.warning("%s", warning)
-    with rank.solo_rank(vllm_config, job.rank):
-        _load(job, daemon, backend, vllm_config, model_config)
+    if job.rendezvous is None:
+        with rank.solo_rank(vllm_config, job.rank):
+            _load(job, daemon, backend, vllm_config, model_config, None)
+        return
+    daemon.phase("meeting")
+    with group.group_rank(vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)) as peers:
+        _load(job, daemon, backend, vllm_config, model_config, peers)
 
 
 def _check_checkpoint(job: LoaderJob) -> None:
     from weightcached.identity import check_headers, record_checkpoint
 
-    model = str(job.engine.get("model", ""))
+    model = str(_checkpoint_of(job))
     if os.path.isdir(model) and job.engine.get("load_format", "auto") in ("auto", "hf", "safetensors"):
         check_headers(record_checkpoint(model))
 
 
-def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any) -> None:
+def _checkpoint_of(job: LoaderJob) -> Any:
+    speculative = job.engine.get("speculative_config")
+    if job.role == "draft" and isinstance(speculative, dict) and speculative.get("model"):
+        return speculative["model"]
+    return job.engine.get("model", "")
+
+
+def _load(
+    job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any, peers: Peers | None
+) -> None:
     from weightcache_loader import attach, engine
     from weightcache_loader.hooks import PostProcessing
     from weightcache_loader.key import build_key
     from weightcached.identity import changed_files, with_sample
-    from weightcached.loader import pack, proof, rank
+    from weightcached.loader import group, pack, proof, rank, shared
 
     key = build_key(vllm_config, model_config, role=job.role)
     key = msgspec.structs.replace(key, checkpoint=with_sample(key.checkpoint))
     daemon.send(LoaderKey(key=key))
+    if peers is not None:
+        peers.agree("known by their keys", group.comparable(key))
     stage = engine.stage_of_platform()
     device = _device(backend)
 
@@ -199,15 +218,21 @@ def _load(job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, mo
             yield engine.build_on_meta(vllm_config, model_config)
 
     total = sum(file.size for file in key.checkpoint.files)
-    _check_memory(job, backend, total, vllm_config)
+    _check_memory(job, backend, total, vllm_config, model_config)
     daemon.phase("weights", total)
     counter = Counter(daemon, total)
     model = rank.load_for_stage(vllm_config, model_config, stage, counter)
+    if peers is not None:
+        # From here on nobody needs the others, nor the place that rank 0 serves.
+        daemon.phase("meeting")
+        peers.meet("loaded")
     if changed := changed_files(key.checkpoint):
         raise LoadError(
             f"{job.cache}: {changed[0]} in {key.checkpoint.root} changed while it was loaded: "
             "wait until it is complete, then 'weightcachectl reload'"
         )
+    if job.role == "draft":
+        shared.leave_out(model, vllm_config)
     loaded = proof.snapshot(model)
     daemon.phase("packing")
     records, sources = pack.describe(model)
@@ -264,11 +289,11 @@ class Counter:
         self._daemon.progress(min(self.done, self._total), self._total)
 
 
-def _check_memory(job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any) -> None:
+def _check_memory(job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any, model_config: Any) -> None:
     """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who holds the memory."""
     from weightcache_loader.fallback import least_bytes
 
-    needed = least_bytes(checkpoint_bytes, vllm_config, vllm_config.model_config)
+    needed = least_bytes(checkpoint_bytes, vllm_config, model_config)
     free, total = backend.free_bytes()
     if needed <= free:
         return

@@ -60,14 +60,23 @@ def become_replica(vllm_config: Any, dp_rank: int) -> None:
         parallel.reconfigure_for_independent_dp_rank()
 
 
-def model_config_of(vllm_config: Any, role: str) -> Any:
-    """The ModelConfig of the role. Raises ManifestError where there is no draft."""
+def configs_of(vllm_config: Any, role: str) -> tuple[Any, Any]:
+    """The VllmConfig and the ModelConfig with which an engine builds the role's model.
+
+    Raises ManifestError where there is no draft, or none that is cached.
+    """
+    from weightcache_loader import drafts
+    from weightcached.speculative import CACHED_METHODS
+
     if role == "target":
-        return vllm_config.model_config
-    spec = vllm_config.speculative_config
-    if spec is None or spec.draft_model_config is None:
-        raise ManifestError("role draft: the engine arguments name no speculative model")
-    return spec.draft_model_config
+        return vllm_config, vllm_config.model_config
+    method = drafts.method_of(vllm_config)
+    if method not in CACHED_METHODS:
+        raise ManifestError(
+            f"role draft: vLLM takes the speculative method as {method or 'one without a model'}, and caches are of "
+            f"{', '.join(CACHED_METHODS)}: write the method into speculative_config"
+        )
+    return drafts.draft_config(vllm_config), vllm_config.speculative_config.draft_model_config
 
 
 @contextmanager

@@ -1,0 +1,273 @@
+"""The loaders of one model's ranks in one world, for loaders that need their peers.
+
+The ranks meet at a store that rank 0 serves on the manifest's address. Before anything is built they hold their
+configurations against each other, afterwards their keys; every wait is bounded and says for whom. A rank that fails
+tells the others. Only for networks that may be trusted: as among an engine's ranks, nothing is authenticated.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+import torch.distributed
+
+from weightcached import __version__
+from weightcached.errors import LoadError, ManifestError
+from weightcached.job import LoaderJob, Meeting
+from weightcached.key import WeightCacheKey
+from weightcached.placement import layout_of
+
+log = logging.getLogger("weightcached.loader")
+
+_POLL_S = 0.1
+_LEAVE_TIMEOUT_S = 5.0
+_SIOCGIFADDR = 0x8915
+# What may differ among nodes of one model: where a node stands, and where it keeps its files.
+_OF_A_NODE = frozenset(
+    {
+        "node_rank", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local", "model", "tokenizer",
+        "download_dir", "hf_config_path", "speculative_config",
+    }
+)  # fmt: skip
+_OF_A_RANK = frozenset({"tp_rank", "pp_rank", "dp_rank", "ep_rank", "checkpoint"})
+
+
+class Peers:
+    """All ranks of one cache at their meeting place. `waiting` is called now and then during each wait."""
+
+    def __init__(self, job: LoaderJob, meeting: Meeting, waiting: Callable[[], None]) -> None:
+        layout = layout_of(job.engine)
+        self._meeting = meeting
+        self._waiting = waiting
+        self._first_here = layout.first_rank
+        self._cache = job.cache
+        self.count = layout.replica_ranks * layout.dp_size
+        self.rank = job.dp_rank * layout.replica_ranks + job.rank
+        self._place = f"{meeting.host}:{meeting.port}"
+        # For the connection and the first meeting together.
+        self._deadline_s = time.monotonic() + meeting.timeout_s
+        self.store = self._serve() if self.rank == 0 else self._connect()
+
+    def name(self, rank: int) -> str:
+        """A rank for a message: by its device where that is on this node."""
+        here = rank - self._first_here
+        devices = self._meeting.devices
+        return f"rank {rank} ({devices[here] if 0 <= here < len(devices) else 'on another node'})"
+
+    def meet(self, stage: str, said: str = "") -> list[str]:
+        """Wait until every rank is at this stage; what each said, by rank.
+
+        Raises LoadError that says for whom it waited, or which rank failed.
+        """
+        deadline_s, self._deadline_s = self._deadline_s or time.monotonic() + self._meeting.timeout_s, 0.0
+        with self._lost_is_said():
+            self.store.set(f"{stage}/{self.rank}", said)
+            missing = list(range(self.count))
+            while missing := [rank for rank in missing if not self.store.check([f"{stage}/{rank}"])]:
+                if self.store.check(["failed"]):
+                    raise LoadError(f"{self._cache}: {self.store.get('failed').decode()}")
+                if time.monotonic() > deadline_s:
+                    raise self._late(stage, missing)
+                self._waiting()
+                time.sleep(_POLL_S)
+            return [self.store.get(f"{stage}/{rank}").decode() for rank in range(self.count)]
+
+    def agree(self, stage: str, values: dict[str, Any]) -> None:
+        """Hold values by name against rank 0's. Raises ManifestError on every rank where any two differ."""
+        said = [json.loads(text) for text in self.meet(stage, json.dumps(values, sort_keys=True, default=str))]
+        for rank, theirs in enumerate(said):
+            names = sorted(name for name in said[0] | theirs if said[0].get(name) != theirs.get(name))
+            if names:
+                differences = "; ".join(
+                    f"{name} is {_short(theirs.get(name))}, on {self.name(0)} {_short(said[0].get(name))}"
+                    for name in names
+                )
+                raise ManifestError(
+                    f"{self._cache}: the nodes disagree: on {self.name(rank)} {differences}: make their manifests and "
+                    "software equal, then 'weightcachectl reload' on each"
+                )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others, and give them a moment to hear it where the store ends with this process."""
+        with suppress(RuntimeError):
+            if not self.store.check(["failed"]):
+                self.store.set("failed", f"{self.name(self.rank)} failed: {error}"[:4000])
+            self.store.set(f"left/{self.rank}", "")
+            deadline_s = time.monotonic() + _LEAVE_TIMEOUT_S
+            others = [f"left/{rank}" for rank in range(self.count) if rank != self.rank]
+            while self.rank == 0 and not self.store.check(others) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+
+    def _late(self, stage: str, missing: list[int]) -> LoadError:
+        names = ", ".join(self.name(rank) for rank in missing)
+        return LoadError(
+            f"{self._cache}: waited {self._meeting.timeout_s} s at {self._place} for {names} to be {stage}: are their "
+            "units started, and with this model in their manifest? 'systemctl --user status weightcached.target'"
+        )
+
+    @contextmanager
+    def _lost_is_said(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:
+            raise LoadError(
+                f"{self._cache}: {self.name(0)}, which serves {self._place}, went away: its unit's log says why"
+            ) from e
+
+    def _serve(self) -> Any:
+        family = socket.AF_INET6 if ":" in self._meeting.host else socket.AF_INET
+        try:
+            # On this address alone; the store by itself would listen on all.
+            listener = socket.create_server((self._meeting.host, self._meeting.port), family=family, backlog=128)
+        except OSError as e:
+            reason = e.strerror if isinstance(e, socket.gaierror) else os.strerror(e.errno or 0)
+            raise LoadError(
+                f"{self._cache}: rank 0 cannot listen on {self._place}: {reason}; rendezvous in the manifest must name "
+                "an address of this node, and a port that nobody uses"
+            ) from e
+        return self._store(master=True, listener=listener.detach(), timeout_s=self._meeting.timeout_s)
+
+    def _connect(self) -> Any:
+        while True:
+            try:
+                socket.create_connection((self._meeting.host, self._meeting.port), timeout=_LEAVE_TIMEOUT_S).close()
+                return self._store(master=False, listener=None, timeout_s=_LEAVE_TIMEOUT_S)
+            except (OSError, RuntimeError) as e:
+                if time.monotonic() > self._deadline_s:
+                    raise LoadError(
+                        f"{self._cache}: waited {self._meeting.timeout_s} s for {self.name(0)} to listen on "
+                        f"{self._place} ({e}): is its unit started, and with this model in its manifest?"
+                    ) from e
+            self._waiting()
+            time.sleep(_POLL_S)
+
+    def _store(self, *, master: bool, listener: int | None, timeout_s: float) -> Any:
+        return torch.distributed.TCPStore(
+            self._meeting.host, self._meeting.port, None, is_master=master, timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False, master_listen_fd=listener,
+        )  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def comparable(key: WeightCacheKey) -> dict[str, Any]:
+    """What must be equal in the keys of all ranks of one model."""
+    fields = msgspec.to_builtins(key)
+    same = {name: value for name, value in fields.items() if name not in _OF_A_RANK}
+    return same | {"checkpoint": key.checkpoint.sample}
+
+
+@contextmanager
+def group_rank(vllm_config: Any, job: LoaderJob, meeting: Meeting, waiting: Callable[[], None]) -> Iterator[Peers]:
+    """vLLM's groups over real peers, for the time of the block.
+
+    Raises LoadError for a peer that does not come or fails, ManifestError for one that has another configuration.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.platforms import current_platform
+
+    peers = Peers(job, meeting, waiting)
+    try:
+        peers.agree("configured", _hello(job))
+        _prefer_interface(meeting)
+        parallel, backend = vllm_config.parallel_config, current_platform.dist_backend
+        with ExitStack() as stack:
+            stack.callback(parallel_state.destroy_distributed_environment)
+            stack.callback(parallel_state.destroy_model_parallel)
+            torch.distributed.init_process_group(
+                backend,
+                store=torch.distributed.PrefixStore(f"world{_replica(parallel, job)}", peers.store),
+                rank=parallel.data_parallel_rank * parallel.world_size + job.rank,
+                world_size=parallel.world_size_across_dp,
+                timeout=timedelta(seconds=meeting.timeout_s),
+            )
+            parallel_state.set_custom_all_reduce(False)
+            with set_current_vllm_config(vllm_config), _quiet_groups(parallel_state, parallel.nnodes):
+                parallel_state.init_distributed_environment(
+                    parallel.world_size, job.rank, "tcp://127.0.0.1:1", 0, backend
+                )
+                parallel_state.ensure_model_parallel_initialized(
+                    parallel.tensor_parallel_size,
+                    parallel.pipeline_parallel_size,
+                    parallel.prefill_context_parallel_size,
+                    parallel.decode_context_parallel_size,
+                    backend=backend,
+                )
+            with set_current_vllm_config(vllm_config):
+                yield peers
+    except BaseException as e:
+        peers.fail(e)
+        raise
+
+
+def _replica(parallel: Any, job: LoaderJob) -> int:
+    # Replicas of a dense model meet at one place, and are a world each.
+    return 0 if parallel.data_parallel_size > 1 else job.dp_rank
+
+
+def _hello(job: LoaderJob) -> dict[str, Any]:
+    import vllm
+
+    arguments = {f"engine.{name}": value for name, value in job.engine.items() if name not in _OF_A_NODE}
+    return arguments | {
+        "cache": job.cache,
+        "weightcached": __version__,
+        "vLLM": vllm.__version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def _prefer_interface(meeting: Meeting) -> None:
+    """Peers are where the meeting place is; left alone, gloo takes the interface of this machine's name."""
+    family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((meeting.host, meeting.port))
+        address = probe.getsockname()[0]
+    name = _interface_of(address) if family == socket.AF_INET else None
+    if name is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, name)
+
+
+def _interface_of(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return None
+
+
+@contextmanager
+def _quiet_groups(parallel_state: Any, nnodes: int) -> Iterator[None]:
+    """Without the queues over which an engine's ranks broadcast their work: shared memory that no loader needs."""
+    make = parallel_state.init_model_parallel_group
+
+    def without_queue(*args: Any, **kwargs: Any) -> Any:
+        return make(*args, **(kwargs | {"use_message_queue_broadcaster": False}))
+
+    # Ranks with different names do without shared memory in their collectives.
+    with (
+        mock.patch.object(parallel_state, "init_model_parallel_group", without_queue),
+        mock.patch.object(parallel_state, "_node_count", return_value=nnodes),
+        mock.patch.dict(os.environ, {"VLLM_DIST_IDENT": str(os.getpid())}),
+    ):
+        yield

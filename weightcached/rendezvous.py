@@ -1,0 +1,119 @@
+"""The manifest's `rendezvous`: where the loaders of one model's ranks meet, when they load as a group.
+
+A meeting place is an address of the node that has global rank 0, with one port for the target and one for the draft.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from weightcached.placement import Layout, layout_of
+from weightcached.speculative import has_cached_draft
+from weightcached.yamlnode import Value
+
+SOLO = "solo"
+KEYS = ("group", "draft_port", "timeout_s")
+DEFAULT_TIMEOUT_S = 300
+# The daemon ends a loader that says nothing for 600 s.
+MAX_TIMEOUT_S = 540
+# What the engine listens on, and the port where vLLM puts it if the arguments say nothing.
+_ENGINE_PORTS = {"master_port": 29501, "data_parallel_rpc_port": 29550}
+_PORTS = range(1024, 65536)
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a group meets: `host`, an address of rank 0's node, and how long each rank waits for the others there."""
+
+    host: str
+    port: int
+    draft_port: int
+    timeout_s: int = DEFAULT_TIMEOUT_S
+
+    def port_of(self, role: str) -> int:
+        return self.draft_port if role == "draft" else self.port
+
+
+def parse(value: Value, engine: Mapping[str, Any]) -> Rendezvous | None:
+    """`solo` is None. Raises ManifestError for a place where the ranks could not meet."""
+    if value.kind != "map":
+        if value.one_of((SOLO, "group")) == SOLO:
+            return None
+        value.fail("a group needs a place to meet: write {group: HOST:PORT}, an address of the node with rank 0")
+    keys = value.mapping(KEYS)
+    if "group" not in keys:
+        value.fail("the key group is missing: expected HOST:PORT, an address of the node with rank 0")
+    host, port = _place(keys["group"])
+    draft_port = _port(keys["draft_port"]) if "draft_port" in keys else port + 1
+    timeout_s = keys["timeout_s"].integer(1) if "timeout_s" in keys else DEFAULT_TIMEOUT_S
+    if timeout_s > MAX_TIMEOUT_S:
+        keys["timeout_s"].fail(f"expected at most {MAX_TIMEOUT_S}, got {timeout_s}: a longer wait looks like a hang")
+    found = Rendezvous(host=host, port=port, draft_port=draft_port, timeout_s=timeout_s)
+    _check(found, engine, keys)
+    return found
+
+
+def _place(value: Value) -> tuple[str, int]:
+    host, colon, port = value.string().rpartition(":")
+    if not (colon and host and port.isdecimal()):
+        value.fail(f"expected HOST:PORT, got {value.described()}")
+    if int(port) not in _PORTS:
+        value.fail(f"expected a port of {_PORTS.start} to {_PORTS.stop - 1}, got {port}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _port(value: Value) -> int:
+    port = value.integer(_PORTS.start)
+    if port not in _PORTS:
+        value.fail(f"expected a port of {_PORTS.start} to {_PORTS.stop - 1}, got {port}")
+    return port
+
+
+def _check(found: Rendezvous, engine: Mapping[str, Any], keys: Mapping[str, Value]) -> None:
+    layout = layout_of(engine)
+    ports = {"group": found.port}
+    if has_cached_draft(engine):
+        ports["draft_port"] = found.draft_port
+        if found.draft_port == found.port:
+            keys["draft_port"].fail(f"{found.port} is the target's port too: both groups may meet at once")
+        if layout.pp_size > 1:
+            keys["group"].fail(
+                "only the last pipeline stage has the draft, so its group cannot be formed: write rendezvous: solo"
+            )
+    for key, port in ports.items():
+        for argument in _engine_ports(engine, layout):
+            if (engine.get(argument) or _ENGINE_PORTS[argument]) == port:
+                _refuse_port(keys.get(key, keys["group"]), port, argument)
+    if several_nodes(layout) and is_loopback(found.host):
+        keys["group"].fail(
+            f"{found.host} is each node's own, and the ranks are on several: write an address of the node with rank 0"
+        )
+
+
+def _engine_ports(engine: Mapping[str, Any], layout: Layout) -> Sequence[str]:
+    used = [argument for argument in _ENGINE_PORTS if engine.get(argument) is not None]
+    if (engine.get("nnodes") or 1) > 1:
+        used.append("master_port")
+    if layout.dp_size > 1:
+        used.append("data_parallel_rpc_port")
+    return used
+
+
+def _refuse_port(value: Value, port: int, argument: str) -> NoReturn:
+    value.fail(f"{port} is the engine's {argument}: the engine starts while loaders may meet, choose another")
+
+
+def several_nodes(layout: Layout) -> bool:
+    """Whether this node has a part of the ranks only."""
+    return layout.local_ranks < layout.replica_ranks * layout.dp_size
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is the same machine for everybody who asks. Names are taken by their word."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
