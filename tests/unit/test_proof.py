@@ -370,6 +370,19 @@ def test_object_of_another_class_is_refused_by_name() -> None:
         )
 
 
+def test_parameter_that_a_hook_renamed_keeps_its_content_and_not_its_loading_class() -> None:
+    class ModelWeightParameter(nn.Parameter):  # type: ignore[misc]
+        pass
+
+    ModelWeightParameter.__module__ = "vllm.model_executor.parameter"
+
+    def rename(model: Model) -> None:
+        model.layer.renamed = ModelWeightParameter(model.layer.weight.data, requires_grad=False)
+
+    with Packed.of(Model, rename) as packed:
+        assert "layer.renamed" in {name for record in packed.prove().tensors for name in record.names}
+
+
 def test_object_that_post_processing_made_is_refused_by_name() -> None:
     with Packed.of(Model, post_processed(runner=object())) as packed:
         assert error(packed)[1] == f"layer.runner: is missing, loaded as {{'$type': 'builtins.object'}}{REFUSED}"

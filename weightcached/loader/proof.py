@@ -55,8 +55,18 @@ def _tensor_signature(slot: TensorSlot, objects: dict[int, str], storages: dict[
     storage = storages.setdefault(memory._cdata, slot.path) if memory.nbytes() else None
     return (
         slot.kind, slot.persistent, str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()),
-        int(tensor.storage_offset()), tensor.device.type, type_name(type(tensor)), same_object, storage,
+        int(tensor.storage_offset()), tensor.device.type, _class_of(tensor), same_object, storage,
     )  # fmt: skip
+
+
+def _class_of(tensor: torch.Tensor) -> str:
+    name = type_name(type(tensor))
+    # vLLM's own classes say how a checkpoint is read into a parameter, which is over. A hook that renames one
+    # leaves it where the engine's model, which was never loaded, has nothing of that class.
+    return _PARAMETER if name.startswith("vllm.model_executor.parameter.") else name
+
+
+_PARAMETER = type_name(nn.Parameter)
 
 
 _SIGNATURE = (
