@@ -18,9 +18,13 @@ from weightcached.daemon.caches import Cache, LoadProgress
 _PROGRESS_PERIOD_S = 1.0
 
 
+# systemd passes over a datagram of more than 4096 bytes, whatever else is in it.
+_STATUS_CHARS = 3500
+
+
 def _plain(text: str) -> str:
-    """One ASCII line, which is what the protocol takes."""
-    return " ".join(text.split()).encode("ascii", "replace").decode()
+    """One ASCII line, which is what the protocol takes, and not too long for it."""
+    return " ".join(text.split()).encode("ascii", "replace").decode()[:_STATUS_CHARS]
 
 
 class Notifier:
