@@ -14,10 +14,10 @@ import sdnotify
 
 from weightcached.daemon.caches import Cache, LoadProgress
 
-# Start-up may take an hour and shows it; one status line a second within a phase is enough for that.
-_PROGRESS_PERIOD_S = 1.0
 # systemd passes over a datagram of more than 4096 bytes, whatever else is in it.
 _STATUS_CHARS = 3500
+# Start-up may take an hour and shows it; one status line a second within a phase is enough for that.
+_PROGRESS_PERIOD_S = 1.0
 
 
 def _plain(text: str) -> str:
