@@ -187,6 +187,17 @@ def _refuse(child: Child) -> None:
     sys.exit(78)
 
 
+def _cannot_prove(child: Child) -> None:
+    child.send(LoaderFailed(code="unsupported-quantization", message=REFUSAL, permanent=True))
+    sys.exit(78)
+
+
+# As the real loader's proof says it.
+REFUSAL = (
+    "model.layers.3.mlp.experts.quant_method.kernel.workspace: missing (vllm.Method of model.layers.3.mlp.experts: "
+    "rerun: not offered); this model cannot be attached, load it from disk"
+)
+
 FAULTS: dict[str, Callable[[Child], None]] = {
     "sigkill": lambda child: os.kill(os.getpid(), signal.SIGKILL),
     "sigsegv": lambda child: os.kill(os.getpid(), signal.SIGSEGV),
@@ -198,6 +209,7 @@ FAULTS: dict[str, Callable[[Child], None]] = {
     "eat-memory": _eat_memory,
     "garbage": lambda child: send_packet(child.sock, b"\xff\xff garbage"),
     "refuse": _refuse,
+    "cannot-prove": _cannot_prove,
 }
 
 

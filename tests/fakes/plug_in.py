@@ -67,6 +67,27 @@ class Turning(Method):
         return x @ layer.kernel.weight
 
 
+class Counting(Turning):
+    """The same, and counts elements that it can only see with memory: a value to be restored after the replay."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.counted = 0 if layer.weight.is_meta else int((layer.weight != 0).sum())
+        super().process_weights_after_loading(layer)
+
+
+class OtherKernel(Kernel):
+    pass
+
+
+class Branching(Turning):
+    """Makes another object without memory than with it: nothing that a replay can be trusted with."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        kind = OtherKernel if layer.weight.is_meta else Kernel
+        super().process_weights_after_loading(layer)
+        layer.kernel = kind(layer.weight)
+
+
 class Measuring(Method):
     """Scales by the largest element, a number that it reads back: for `restore`."""
 
@@ -112,7 +133,7 @@ class Embedding(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         return nn.functional.linear(x, layer.weight, bias)
 
 
-METHODS = {cls.__name__: cls for cls in (Method, Turning, Measuring, MeasuringKernel, InPlace)}
+METHODS = {cls.__name__: cls for cls in (Method, Counting, Branching, Turning, Measuring, MeasuringKernel, InPlace)}
 
 
 @register_quantization_config(NAME)

@@ -61,6 +61,13 @@ def test_text_is_one_ascii_line(manager: socket.socket) -> None:
     notifier.close()
 
 
+def test_long_text_does_not_lose_what_stands_before_it(manager: socket.socket) -> None:
+    notifier = Notifier(extend_s=1)
+    asyncio.run(notifier.ready("x" * 10_000))
+    assert manager.recv(4096) == b"READY=1\nSTATUS=" + b"x" * 3500
+    notifier.close()
+
+
 def test_phase_without_bytes_is_named_alone() -> None:
     cache = Cache("m/target", "target")
     load = cache.begin_load()

@@ -240,6 +240,26 @@ def test_method_that_no_plan_serves_is_refused_by_name(load: Load) -> None:
     )
 
 
+def test_replayed_hook_that_leaves_another_object_is_refused_by_name(load: Load) -> None:
+    with pytest.raises(UnsupportedQuantForIPCError) as e:
+        load(qkv_proj="Branching").prove()
+    where = "model.layers.0.self_attn.qkv_proj"
+    lead = f"{where}.kernel: is {{'$type': '{PLUG_IN}.OtherKernel'}}, loaded as {{'$type': '{PLUG_IN}.Kernel'}}"
+    assert str(e.value) == (
+        f"{lead} ({PLUG_IN}.Branching of {where}: {NOT_OFFERED}; replay: {lead}; restore: {where}.kernel.weight: "
+        f"nothing here to hang the tensor on ('QKVParallelLinear' object has no attribute 'kernel')){REFUSED}"
+    )
+
+
+def test_value_that_a_replayed_hook_leaves_otherwise_is_restored(load: Load) -> None:
+    model = load(down_proj="Counting")
+    index = model.prove()
+    where = "model.layers.1.mlp.down_proj"
+    assert plan_of(index, where) == ("replay", f"{PLUG_IN}.Counting", [f"{where}.counted"], NOT_OFFERED)
+    counted = [layer.mlp.down_proj.counted for layer in model.attach(index).model.layers]
+    assert all(0 < n <= 256 * 512 for n in counted)
+
+
 def test_engine_without_a_plan_for_a_hook_does_not_attach(suited: Model, proven: TensorIndex) -> None:
     without = [plan for plan in proven.modules if plan.module != "model.layers.1.self_attn.attn"]
     with pytest.raises(UnsupportedQuantForIPCError) as e:

@@ -14,14 +14,16 @@ import sdnotify
 
 from weightcached.daemon.caches import Cache, LoadProgress
 
+# systemd passes over a datagram of more than 4096 bytes, whatever else is in it.
+_STATUS_CHARS = 3500
 # Start-up may take an hour and shows it; one status line a second within a phase is enough for that.
 _PROGRESS_PERIOD_S = 1.0
 _MANAGER_TIMEOUT_S = 30.0
 
 
 def _plain(text: str) -> str:
-    """One ASCII line, which is what the protocol takes."""
-    return " ".join(text.split()).encode("ascii", "replace").decode()
+    """One ASCII line, which is what the protocol takes, and not too long for it."""
+    return " ".join(text.split()).encode("ascii", "replace").decode()[:_STATUS_CHARS]
 
 
 class Notifier:
