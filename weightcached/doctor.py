@@ -13,25 +13,24 @@ import re
 import resource
 import shlex
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
 from weightcached.ctl_devices import list_gpus
 from weightcached.ctl_status import ask_status
-from weightcached.doctor_host import is_full, lingers
+from weightcached.doctor_host import is_full, lingers, output, units_that_are
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
 from weightcached.install import UNITS, config_home, unit_dir
 from weightcached.manifest import ALL, Manifest, load_manifest
-from weightcached.paths import check_private_dir, check_socket, is_host_device, manifest_path, runtime_dir
+from weightcached.paths import check_private_dir, check_socket, is_host_device, manifest_path, runtime_dir, socket_path
 
 # FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
 SYSTEMD_MIN = 246
 KERNEL_MIN = (5, 3)
-COMMAND_TIMEOUT_S = 20.0
 # A GPU of 300 GiB in segments of 1 GiB, twice during a reload, and some hundred engines; the unit asks for more.
 OPEN_FILES_MIN = 2048
 # Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU is broken.
@@ -66,6 +65,7 @@ def as_line(finding: Finding) -> str:
 def examine() -> list[Finding]:
     """All findings, in the order in which a daemon needs things."""
     findings = [*_versions(), _open_files(), *_session(), *_manager(), *_units(), *_failed_units()]
+    findings += _unreachable_units()
     findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
     return [*findings, finding, *_interpreters(manifest), *_gpus(manifest), *_sockets()]
@@ -84,15 +84,6 @@ def _manifest() -> tuple[Manifest | None, Finding]:
     return manifest, Finding("manifest", "ok", f"{path}: {names}")
 
 
-def _output(*command: str) -> str | None:
-    """What a command prints, whatever its exit status; None where it is missing, silent or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
 def _versions() -> Iterator[Finding]:
     yield Finding("version", "ok", f"weightcached {__version__}, Python {sys.version.split()[0]}, {sys.executable}")
     kernel = os.uname().release
@@ -101,7 +92,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding("kernel", "fail", f"Linux {kernel}, needed is 5.3 (pidfd_open)", "boot a newer kernel")
     else:
         yield Finding("kernel", "ok", f"Linux {kernel}")
-    systemd = re.match(r"systemd (\d+)", _output("systemctl", "--version") or "")
+    systemd = re.match(r"systemd (\d+)", output("systemctl", "--version") or "")
     if systemd is None:
         fix = "run 'weightcached preload' without systemd instead"
         yield Finding("systemd", "fail", "systemctl is missing or does not answer", fix)
@@ -125,7 +116,7 @@ def _open_files() -> Finding:
 
 def _session() -> Iterator[Finding]:
     uid = os.getuid()
-    linger = _output("loginctl", "show-user", str(uid), "--property=Linger", "--value")
+    linger = output("loginctl", "show-user", str(uid), "--property=Linger", "--value")
     if linger is None:
         linger = "yes" if lingers(uid) else "no"
     if linger == "yes":
@@ -154,7 +145,7 @@ def _xdg_runtime_dir(uid: int) -> Finding:
 
 
 def _manager() -> Iterator[Finding]:
-    state = _output("systemctl", "--user", "is-system-running")
+    state = output("systemctl", "--user", "is-system-running")
     if state in ("running", "degraded", "starting", "initializing", "maintenance"):
         yield Finding("user manager", "ok", state)
     else:
@@ -193,11 +184,21 @@ def _exec_start(path: Path) -> Finding:
     return Finding("unit", "ok", str(path))
 
 
+def _unreachable_units() -> Iterator[Finding]:
+    """Units that serve where this session does not look, or have lost their socket."""
+    for name, device in units_that_are("active"):
+        with suppress(RuntimePathError):
+            path = socket_path(device)
+            if not os.path.lexists(path):
+                text = f"{name} is active, but {path} is not there, so no engine of this session finds it"
+                compare = "compare $XDG_RUNTIME_DIR with 'systemctl --user show-environment'"
+                fix = f"{compare}, or weightcachectl restart {device}"
+                yield Finding("unit", "fail", text, fix)
+
+
 def _failed_units() -> Iterator[Finding]:
     """Units that the manager has given up: after too many failures, or after one that a restart cannot mend."""
-    listed = _output("systemctl", "--user", "list-units", "--state=failed", "--plain", "--no-legend", "weightcached@*")
-    for name in re.findall(r"^(weightcached@\S+\.service)", listed or "", re.MULTILINE):
-        device = name.removeprefix("weightcached@").removesuffix(".service")
+    for name, device in units_that_are("failed"):
         fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start {device}"
         yield Finding("unit", "fail", f"{name} has failed and is not started again", fix)
 
@@ -295,7 +296,7 @@ def _interpreters(manifest: Manifest | None) -> Iterator[Finding]:
 
 def _interpreter(python: str) -> Finding:
     try:
-        seen: dict[str, Any] = json.loads(_output(python, "-c", _ASK_INTERPRETER) or "")
+        seen: dict[str, Any] = json.loads(output(python, "-c", _ASK_INTERPRETER) or "")
     except ValueError:
         return Finding("plug-in", "fail", f"{python} does not run", f"{python} --version")
     pip = f"{python} -m pip install weightcached=={__version__}"

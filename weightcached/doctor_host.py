@@ -1,13 +1,34 @@
-"""What doctor reads of the host from files, where no command tells it."""
+"""What doctor learns of the host: from commands, and from files where no command tells it."""
 
 from __future__ import annotations
 
 import os
 import pwd
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+COMMAND_TIMEOUT_S = 20.0
 LINGER_DIR = Path("/var/lib/systemd/linger")
 _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("'"): "\\'"}
+
+
+def output(*command: str) -> str | None:
+    """What a command prints, whatever its exit status; None where it is missing, silent or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def units_that_are(state: str) -> Iterator[tuple[str, str]]:
+    """Name and device of each unit of ours in this state."""
+    options = ("--plain", "--no-legend", "weightcached@*")
+    listed = output("systemctl", "--user", "list-units", f"--state={state}", *options)
+    for name in re.findall(r"^(weightcached@\S+\.service)", listed or "", re.MULTILINE):
+        yield name, name.removeprefix("weightcached@").removesuffix(".service")
 
 
 def lingers(uid: int) -> bool:

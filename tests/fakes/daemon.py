@@ -63,6 +63,7 @@ class ManagerSocket:
         self._sock.bind("\0" + path[1:] if path.startswith("@") else path)
         self._news = threading.Condition()
         self._read = 0
+        self._faults: list[str] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -72,7 +73,11 @@ class ManagerSocket:
             if data == b"end":
                 return
             with self._news:
-                self._take(data.decode(), fds)
+                try:
+                    self._take(data.decode(), fds)
+                except ValueError as e:
+                    # Said at the end. Were nobody left to read, the daemon and close() would wait for ever.
+                    self._faults.append(f"{data!r} with {len(fds)} descriptors: {e}")
                 self._news.notify_all()
 
     def _take(self, state: str, fds: list[int]) -> None:
@@ -105,12 +110,14 @@ class ManagerSocket:
 
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ender:
+            ender.settimeout(BOUND_S)
             ender.sendto(b"end", self._sock.getsockname())
         self._thread.join()
         self._sock.close()
         for fd in self.stored.values():
             os.close(fd)
         self.stored.clear()
+        assert not self._faults, self._faults
 
 
 class DaemonProcess:

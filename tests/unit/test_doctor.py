@@ -60,7 +60,7 @@ class Machine:
         devices = SimpleNamespace(list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get)
         monkeypatch.setitem(sys.modules, "weightcached.devices", devices)
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
-        self.failed_units = ""
+        self.failed_units = self.active_units = ""
 
     def place(self, devices: str) -> None:
         self.manifest.write_text(
@@ -79,6 +79,9 @@ class Machine:
         self.commands.answer("systemctl", "--user is-system-running", self.manager)
         self.commands.answer(
             "systemctl", "--user list-units --state=failed --plain --no-legend weightcached@?", self.failed_units
+        )
+        self.commands.answer(
+            "systemctl", "--user list-units --state=active --plain --no-legend weightcached@?", self.active_units
         )
         self.commands.answer("loginctl", f"show-user {UID} --property=Linger --value", self.linger)
         self.commands.finish()
@@ -291,6 +294,16 @@ def test_unit_that_the_manager_has_given_up_is_found(machine: Machine) -> None:
     name = "weightcached@cpu0.service"
     fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start cpu0"
     assert machine.findings("unit")[-1] == Finding("unit", "fail", f"{name} has failed and is not started again", fix)
+
+
+def test_unit_whose_socket_is_not_in_this_session_s_directory_is_found(machine: Machine) -> None:
+    machine.active_units = "weightcached@cpu0.service loaded active running Resident model weights on cpu0\n"
+    path = machine.run / "weightcached/cpu0.sock"
+    text = f"weightcached@cpu0.service is active, but {path} is not there, so no engine of this session finds it"
+    fix = "compare $XDG_RUNTIME_DIR with 'systemctl --user show-environment', or weightcachectl restart cpu0"
+    assert machine.findings("unit")[-1] == Finding("unit", "fail", text, fix)
+    with StubDaemon(path):
+        assert all(finding.level == "ok" for finding in machine.findings("unit"))
 
 
 def test_checkpoint_that_is_gone_is_found(machine: Machine) -> None:
