@@ -129,6 +129,8 @@ def skeleton_of(model: nn.Module) -> str:
             line = f"{slot.path} {slot.kind} {slot.persistent} {t.dtype} {tuple(t.shape)} {type_name(type(t))}"
         elif (slot.restorable and not _is_backend(slot.wire)) or slot.path.endswith("._forward_method"):
             continue
+        elif isinstance(slot.wire, dict) and "$callable" in slot.wire:
+            line = f"{slot.path} {slot.wire['$callable']}"
         else:
             line = f"{slot.path} {slot.wire}"
         digest.update(line.encode() + b"\n")

@@ -94,7 +94,7 @@ class PostProcessing:
 
         chosen = _chosen(model, plans)
         failures: list[HookFailure] = []
-        with set_default_torch_dtype(self._model_config.dtype), replay.on_meta():
+        with set_default_torch_dtype(self._model_config.dtype), replay.on_meta(self._device):
             for hook, plan in chosen:
                 if plan == "replay":
                     _attempt(hook, lambda hook=hook: self._call(hook), failures)  # type: ignore[misc]

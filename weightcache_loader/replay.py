@@ -1,12 +1,14 @@
 """Where a post-processing hook runs on tensors that have no memory, and where it may not write into shared ones.
 
 on_meta() gives hooks the surroundings of the plan `replay`: what would go to a device goes to the meta device, custom
-operators take their fakes, and whatever needs values or addresses raises instead of making something up. WriteGuard is
-for the plan `rerun`. Which hook runs where is hooks.py's.
+operators take their fakes, a yes-or-no question about values is answered with no, and whatever needs a value or an
+address raises. So a hook does the same each time, in the proof and in every engine; whether that is what it did to the
+loaded weights, the proof says. WriteGuard is for the plan `rerun`. Which hook runs where is hooks.py's.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Operators of torch itself; each has a meta implementation, or says that it has none.
 _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims"})
 _META = torch.device("meta")
+# Hooks ask these to warn of an odd checkpoint, and to skip what it does not need.
+_QUESTIONS = frozenset(
+    {torch.Tensor.__bool__, torch.Tensor.equal, torch.Tensor.allclose, torch.equal, torch.allclose, torch.is_nonzero}
+)
+# Tensors of the process that hooks move to the device of the weights: (module, object, attribute).
+_OF_THE_PROCESS = (
+    ("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils", "kE2M1ToFloat_handle", "val"),
+)
 
 
 class NoMetaError(NotImplementedError):
@@ -31,12 +41,15 @@ class SharedWriteError(RuntimeError):
 
 
 @contextmanager
-def on_meta() -> Iterator[None]:
-    """Run hooks on meta tensors. What they make on the host stays there and is real.
+def on_meta(device: torch.device) -> Iterator[None]:
+    """Run hooks on meta tensors. What they make on the host stays there and is real; `device` is the engine's.
 
     Raises NoMetaError inside the block, or torch's own error, for what needs values.
     """
     with ExitStack() as stack:
+        for tensor in _OF_THE_PROCESS:
+            stack.enter_context(_moved_in_earnest(*tensor, device))
+        stack.enter_context(_quiet(logging.getLogger("vllm")))
         jit = sys.modules.get("triton.runtime.jit")
         if jit is not None:
             # A kernel launched with null pointers would take the device's context down with it.
@@ -44,6 +57,28 @@ def on_meta() -> Iterator[None]:
         stack.enter_context(_Functions())
         stack.enter_context(_Operators())
         yield
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    # The answers would make vLLM warn of what it has no reason to.
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _moved_in_earnest(module: str, name: str, attribute: str, device: torch.device) -> Iterator[None]:
+    holder = getattr(sys.modules.get(module), name, None)
+    before = getattr(holder, attribute, None)
+    try:
+        yield
+    finally:
+        if isinstance(before, torch.Tensor) and getattr(holder, attribute).is_meta:
+            setattr(holder, attribute, before.to(device))
 
 
 def _no_triton(kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +94,8 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
     ) -> Any:
         if func is torch.Tensor.data_ptr and args[0].is_meta:
             raise NoMetaError("the address of a meta tensor was asked for")
+        if func in _QUESTIONS and any(tensor.is_meta for tensor in _tensors_in(args, kwargs or {})):
+            return False
         if func is torch.Tensor.cuda:
             return args[0].to(_META)
         if func is torch.Tensor.to:

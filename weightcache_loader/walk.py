@@ -180,11 +180,18 @@ def _value(path: str, value: Any, seen: _Seen) -> Iterator[Slot]:
     elif isinstance(value, nn.Module):
         yield from _foreign_module(path, value, seen)
     elif _is_callable_reference(value):
-        yield ValueSlot(path, {"$callable": getattr(value, "__qualname__", type_name(type(value)))}, restorable=False)
+        yield ValueSlot(path, _callable_to_wire(value), restorable=False)
         if seen.first_time(value):
             seen.later += _captured(path, value)
     elif not _is_process_object(value):
         yield from _object(path, value, seen)
+
+
+def _callable_to_wire(function: Any) -> dict[str, Any]:
+    """The name of a callable, and what plain values it holds, which nobody could restore."""
+    name = getattr(function, "__qualname__", type_name(type(function)))
+    held = {path: value for path, value in _captured("", function) if is_plain(value)}
+    return {"$callable": name} | ({"$holds": {path: to_wire(value) for path, value in held.items()}} if held else {})
 
 
 def _captured(path: str, function: Any) -> Iterator[tuple[str, Any]]:

@@ -48,15 +48,20 @@ EXCEPTIONS = (
     _row(r"^(temporal_)?pos(ition)?s?_(enc|emb|embed|embedding|embeddings|ids|table)$|^pe$", "table of positions"),
 )
 
+# What is inside of an object by such a name is that weight, e.g. experts.w13_weight.storage.data.
+_WEIGHT = re.compile(r"weights?(_scales?)?$|^w(1|2|3|13)(_|$)|precision_config$")
+_DEPTH = 4
+
 
 def why_written(names: Iterable[str], kinds: Iterable[Kind]) -> str:
     """Why a forward pass may write to the storage below tensors of these names and kinds; "" where it does not."""
-    leaves = [name.rpartition(".")[2].partition("[")[0] for name in names]
-    found = [row for leaf in leaves for row in EXCEPTIONS if row.pattern.search(leaf)]
+    steps = [[step.partition("[")[0] for step in name.split(".")] for name in names]
+    found = [row for path in steps for row in EXCEPTIONS if row.pattern.search(path[-1])]
     for row in found:
         if row.written:
             return row.reason
-    return "" if found or "parameter" in kinds else NOT_A_PARAMETER
+    inside = any(_WEIGHT.search(step) for path in steps for step in path[-_DEPTH:-1])
+    return "" if found or inside or "parameter" in kinds else NOT_A_PARAMETER
 
 
 def reasons(tensors: Sequence[TensorRecord], storages: Sequence[StorageRecord]) -> dict[int, str]:

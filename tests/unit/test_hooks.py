@@ -420,7 +420,7 @@ def test_hook_that_raises_is_noted_and_put_back() -> None:
 
 
 def hook_on_meta(owner: Any, layer: nn.Module) -> None:
-    with replay.on_meta():
+    with replay.on_meta(CPU):
         owner.process_weights_after_loading(layer)
 
 

@@ -59,6 +59,25 @@ def test_what_is_only_read_is_shared(name: str, kind: str) -> None:
     assert why_written([name], [kind]) == ""  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        # gpt-oss, whose kernels take objects of triton_kernels in place of parameters.
+        "model.layers.0.mlp.experts.w13_weight.storage.data",
+        "model.layers.0.mlp.experts.quant_method.w2_precision_config.weight_scale.storage.data",
+        "model.layers.0.mlp.experts.quant_method.w2_precision_config.flex_ctx.rhs_data.scale",
+        "model.layers.0.mlp.down_proj.weight.quant_state.code",
+    ],
+)
+def test_what_is_inside_of_a_weight_is_shared(name: str) -> None:
+    assert why_written([name], ["attribute"]) == ""
+
+
+def test_scratch_inside_of_a_weight_is_private() -> None:
+    assert why_written(["mlp.experts.w13_weight.storage.workspace"], ["attribute"]) == "workspace of a kernel"
+    assert why_written(["model.weight_net.hidden.states.kept"], ["buffer"]) == NOT_A_PARAMETER
+
+
 @pytest.mark.parametrize("name", UNLISTED)
 def test_what_nobody_listed_is_private_unless_it_is_a_parameter(name: str) -> None:
     if "topk_indices" not in name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fakes.models import CPU
 from weightcache_loader.replay import NoMetaError, SharedWriteError, WriteGuard, on_meta
 
 
@@ -47,12 +49,12 @@ def meta(*shape: int) -> torch.Tensor:
     ],
 )
 def test_what_would_go_to_a_device_goes_to_meta(make: Callable[[], torch.Tensor]) -> None:
-    with on_meta():
+    with on_meta(CPU):
         assert make().is_meta
 
 
 def test_what_is_made_on_the_host_is_real() -> None:
-    with on_meta():
+    with on_meta(CPU):
         assert torch.arange(3).tolist() == [0, 1, 2]
         assert torch.tensor([4], device="cpu").item() == 4
         assert torch.ones(2).to("cpu").sum() == 2
@@ -61,19 +63,19 @@ def test_what_is_made_on_the_host_is_real() -> None:
 
 
 def test_custom_operators_take_their_fakes_or_write_into_nothing(ops: Any) -> None:
-    with on_meta():
+    with on_meta(CPU):
         assert ops.permute(meta(4), [meta(1)]).shape == (3,)
         assert ops.quantize(meta(4), meta(4)) is None
 
 
 def test_operator_without_a_fake_is_named(ops: Any) -> None:
-    with on_meta(), pytest.raises(NoMetaError) as e:
+    with on_meta(CPU), pytest.raises(NoMetaError) as e:
         ops.repack(meta(4))
     assert str(e.value) == "the operator weightcached_test.repack.default has no fake"
 
 
 def test_operator_on_real_tensors_is_called_as_ever(ops: Any) -> None:
-    with on_meta(), pytest.raises(NotImplementedError, match="weightcached_test::repack"):
+    with on_meta(CPU), pytest.raises(NotImplementedError, match="weightcached_test::repack"):
         ops.repack(torch.ones(4))
 
 
@@ -83,19 +85,63 @@ def test_operator_on_real_tensors_is_called_as_ever(ops: Any) -> None:
         lambda t: t.data_ptr(),
         lambda t: t.max().item(),
         lambda t: float(t.sum()),
-        lambda t: bool((t > 0).all()),
+        lambda t: int(t.max()),
         lambda t: t.tolist(),
         lambda t: t.cpu(),
         lambda t: t.to("cpu"),
         lambda t: t.numpy(),
-        lambda t: torch.equal(t, t),
-        lambda t: torch.allclose(t[0], t[1]),
         lambda t: t[t > 0],
+        torch.unique,
+        lambda t: t.nonzero(),
     ],
 )
 def test_what_needs_values_raises_instead_of_making_them_up(ask: Callable[[torch.Tensor], Any]) -> None:
-    with on_meta(), pytest.raises((NotImplementedError, RuntimeError, TypeError)):
+    with on_meta(CPU), pytest.raises((NotImplementedError, RuntimeError, TypeError)):
         ask(meta(2, 2))
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda t: bool((t > 0).all()),
+        lambda t: not (t > 0).any(),
+        lambda t: 1 if t[0, 0] < 448 else 0,
+        lambda t: all(x > 0 for x in t[0]),
+        lambda t: torch.equal(t, t),
+        lambda t: t.equal(t),
+        lambda t: torch.allclose(t[0], t[1]),
+        lambda t: torch.allclose(torch.ones(2), t[1]),
+    ],
+)
+def test_question_about_values_is_answered_with_no(question: Callable[[torch.Tensor], Any]) -> None:
+    with on_meta(CPU):
+        answers = [question(meta(2, 2)) for _ in range(2)]
+    assert answers in ([False, False], [True, True], [0, 0])
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        question(meta(2, 2))
+
+
+def test_question_about_tensors_on_the_host_has_its_answer() -> None:
+    with on_meta(CPU):
+        assert torch.equal(torch.ones(2), torch.ones(2))
+        assert bool(torch.ones(1))
+
+
+def test_vllm_does_not_warn_of_what_the_answers_lead_it_to(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.weightcached_test")
+    with on_meta(CPU):
+        logger.warning("the scales differ")
+    logger.warning("said afterwards")
+    assert [record.message for record in caplog.records] == ["said afterwards"]
+
+
+def test_tensor_of_the_process_is_moved_in_earnest(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils"
+    handle = SimpleNamespace(val=torch.tensor([0.5, 6.0]))
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(kE2M1ToFloat_handle=handle))
+    with on_meta(CPU):
+        handle.val = handle.val.to(meta(1).device)
+    assert handle.val.tolist() == [0.5, 6.0]
 
 
 def test_triton_kernel_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +152,7 @@ def test_triton_kernel_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
             return "launched"
 
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", SimpleNamespace(JITFunction=JITFunction))
-    with on_meta(), pytest.raises(NoMetaError, match=r"^the Triton kernel meta cannot run on meta tensors$"):
+    with on_meta(CPU), pytest.raises(NoMetaError, match=r"^the Triton kernel meta cannot run on meta tensors$"):
         JITFunction().run()
     assert JITFunction().run() == "launched"
 
@@ -116,7 +162,7 @@ def test_parameter_keeps_its_class_when_its_data_is_replaced() -> None:
         pass
 
     parameter = Special(meta(4), requires_grad=False)
-    with on_meta():
+    with on_meta(CPU):
         parameter.data = torch.empty(2, dtype=torch.float16, device="cuda")
     assert (type(parameter), parameter.shape, parameter.dtype) == (Special, (2,), torch.float16)
 

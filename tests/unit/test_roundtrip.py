@@ -422,6 +422,28 @@ def test_tensors_that_functions_hold_survive() -> None:
     assert not model.close(torch.zeros(4)).is_meta
 
 
+@pytest.mark.parametrize(
+    ("make", "held"),
+    [
+        (lambda n: functools.partial(torch.add, alpha=n), "{\".keywords['alpha']\": 2}"),
+        (lambda n: functools.partial(torch.add, n), "{'.args[0]': 2}"),
+        (lambda n: lambda: n, "{'.__closure__[0].cell_contents': 2}"),
+    ],
+)
+def test_function_that_holds_another_value_is_told_apart(make: Callable[[int], Any], held: str) -> None:
+    build = lambda: module(route=make(1))  # noqa: E731
+    with Packed.of(build) as packed:
+        assert packed.prove() == packed.index
+
+    def change(model: Any) -> None:
+        model.route = make(2)
+
+    with Packed.of(build, change) as packed, pytest.raises(UnsupportedQuantForIPCError) as e:
+        packed.prove()
+    assert f"'$holds': {held}" in str(e.value)
+    assert skeleton_of(on_meta(build)) == skeleton_of(on_meta(lambda: module(route=make(2)))), "not for the skeleton"
+
+
 def test_argument_that_a_function_holds_in_a_tuple_is_refused_by_name() -> None:
     with Packed.of(lambda: module(route=functools.partial(torch.add, torch.ones(2)))) as packed:
         assert refusal(packed.attach) == "route.args[0]: a tensor inside a tuple cannot be replaced"
