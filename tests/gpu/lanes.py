@@ -149,7 +149,7 @@ class Lane:
         self._runtime = Path(tempfile.mkdtemp(prefix="wcq-", dir="/tmp"))
         self._environment = (
             dict(os.environ) | ENVIRONMENT | environment | dict(MODELS[names[0]].environment)
-            | {"XDG_RUNTIME_DIR": str(self._runtime)}
+            | {"XDG_RUNTIME_DIR": str(self._runtime), "VLLM_LOGGING_LEVEL": "INFO"}
         )  # fmt: skip
         self._log = self._runtime / "daemon.log"
         self._disk: dict[str, list[Any]] = {}
