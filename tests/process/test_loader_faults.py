@@ -52,7 +52,7 @@ def text(fault: str, generation: int, cache: str = "tiny/target") -> str:
 
 def launcher(make_daemon: Launcher, models: list[dict[str, Any]]) -> DaemonProcess:
     daemon = make_daemon(models)
-    # Two of the faults are found by waiting.
+    # Some of the faults are found by waiting.
     daemon.options = ["--stall-timeout", "1"]
     return daemon
 
@@ -116,6 +116,29 @@ def test_loader_that_dies_after_its_delivery_has_delivered(make_daemon: Launcher
     with daemon.client() as engine:
         engine.attach(key_of({"model": str(checkpoint)})).close()
     assert "loader delivered everything and ended badly cache=tiny/target status=-11" in daemon.log
+
+
+@pytest.mark.parametrize(
+    "fault", ["sigkill", "sigsegv", "exception", "hang", "hang-while-talking", "garbage", "refuse"]
+)
+def test_generation_is_served_whatever_becomes_of_tuning(make_daemon: Launcher, checkpoint: Path, fault: str) -> None:
+    faulty = model("tiny", checkpoint, x_tuning="", x_fault=f"{fault}-while-tuning")
+    daemon = launcher(make_daemon, [faulty]).start()
+    with daemon.client() as engine:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+    (cache,) = daemon.status().caches
+    assert (cache.state, cache.error) == ("ready", "")
+    assert children_of(daemon.pid) == []
+
+
+def test_cache_is_ready_once_tuning_is_over(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+    daemon = make_daemon([model("tiny", checkpoint, x_tuning=str(gate))]).launch()
+    until(daemon.socket.exists, "the socket")
+    daemon.until(lambda status: status.caches[0].phase == "tuning", "tuning")
+    assert daemon.status().caches[0].state == "loading"
+    gate.write_bytes(b"")
+    daemon.notified("READY=1")
+    assert daemon.status().caches[0].state == "ready"
 
 
 def test_interpreter_that_cannot_be_run_is_named(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
