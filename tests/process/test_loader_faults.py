@@ -134,7 +134,7 @@ def test_generation_is_served_whatever_becomes_of_tuning(make_daemon: Launcher, 
 def test_cache_is_ready_once_tuning_is_over(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_tuning=str(gate))]).launch()
     until(daemon.socket.exists, "the socket")
-    daemon.until(lambda status: status.caches[0].phase == "tuning", "tuning")
+    daemon.until(lambda status: [cache.phase for cache in status.caches] == ["tuning"], "tuning")
     assert daemon.status().caches[0].state == "loading"
     gate.write_bytes(b"")
     daemon.notified("READY=1")
