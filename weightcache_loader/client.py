@@ -51,9 +51,9 @@ _PROGRESS_LOG_INTERVAL_S = 5.0
 # A daemon says Loading about once a second; silence for this long is a wedged daemon.
 _SILENCE_S = 30.0
 # A load that neither moves a byte nor changes its phase for this long is not waited for. What waits for its turn, and
-# a digest that the daemon makes, report no bytes: the daemon itself watches over those.
+# a digest that the daemon makes, report no bytes, nor does tuning: the daemon itself watches over those.
 _STALL_S = 120.0
-_PHASES_WITHOUT_BYTES = ("queued", "digest")
+_PHASES_WITHOUT_BYTES = ("queued", "digest", "tuning")
 _REJOIN_FIRST_S = 0.2
 _REJOIN_MAX_S = 2.0
 # A lease that is closed while it connects and asks may take two deadlines to notice.

@@ -8,6 +8,7 @@ What goes wrong is chosen by name through the engine arguments, so that one mani
     x_pauses: PATH         a directory of tests/fakes/pauses.py: wait in each phase that is armed there
     x_steps: N             report N steps of progress, 0.1 s apart
     x_segments: N          cut the weights into N segments
+    x_tuning: PATH         after delivery say "tuning", then wait until PATH can be opened for reading; "" for no wait
     x_spawns: PATH         append a line to PATH at start, so that a test can count the loads
 """
 
@@ -62,7 +63,7 @@ class Child:
                 act(self)
 
     def gate(self, name: str) -> None:
-        if name in self.job.engine:
+        if self.job.engine.get(name):
             with open(self.job.engine[name], "rb") as fifo:
                 fifo.read()
 
@@ -92,6 +93,10 @@ class Child:
             self.phase("proof")
         self.hand_over(index, segments)
         self.at("after-delivery")
+        if "x_tuning" in self.job.engine:
+            self.phase("tuning")
+            self.gate("x_tuning")
+            self.at("while-tuning")
 
     def weights(self) -> None:
         total = (Path(self.job.engine["model"]) / WEIGHTS).stat().st_size

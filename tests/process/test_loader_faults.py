@@ -21,6 +21,8 @@ Launcher = Callable[..., DaemonProcess]
 PROTOCOL = (
     "loader of {cache} broke the protocol: {what}; it was killed. Is the weightcached of {python} the daemon's version?"
 )
+# Longer than a loader needs to start on a busy machine.
+STALL_TIMEOUT_S = 4
 # Fault of the loader child, what the daemon says about it.
 FAULTS: dict[str, str] = {
     "sigkill-in-packing": "loader of {cache} died of SIGKILL; if the kernel ran out of memory, "
@@ -32,9 +34,9 @@ FAULTS: dict[str, str] = {
     "exit-0-in-packing": "loader of {cache} ended with status 0 and delivered no index",
     "no-index": "loader of {cache} ended with status 0 and delivered no index",
     "truncated-descriptors": "loader of {cache} ended with status 0 and delivered 1 of 2 segments",
-    "hang-in-packing": "loader of {cache} made no progress for 1 s, last: weights, 3145728 of 3145728 bytes: "
+    "hang-in-packing": "loader of {cache} made no progress for {stall} s, last: weights, 3145728 of 3145728 bytes: "
     "it was killed; its last lines are in the log",
-    "hang-while-talking-in-packing": "loader of {cache} made no progress for 1 s, last: stuck, 1 of 2 bytes: "
+    "hang-while-talking-in-packing": "loader of {cache} made no progress for {stall} s, last: stuck, 1 of 2 bytes: "
     "it was killed; its last lines are in the log",
     "refuse-before-key": "config.json names no architecture",
     "wrong-generation": PROTOCOL.replace("{what}", "its index has generation {wrong}, asked was {generation}"),
@@ -48,13 +50,20 @@ FAULTS: dict[str, str] = {
 
 
 def text(fault: str, generation: int, cache: str = "tiny/target") -> str:
-    return FAULTS[fault].format(cache=cache, generation=generation, wrong=generation + 7, python=shlex.split(LOADER)[0])
+    return FAULTS[fault].format(
+        cache=cache,
+        generation=generation,
+        wrong=generation + 7,
+        python=shlex.split(LOADER)[0],
+        stall=STALL_TIMEOUT_S,
+    )
 
 
-def launcher(make_daemon: Launcher, models: list[dict[str, Any]]) -> DaemonProcess:
+def launcher(make_daemon: Launcher, models: list[dict[str, Any]], *, fault: str = "") -> DaemonProcess:
     daemon = make_daemon(models)
-    # Two of the faults are found by waiting.
-    daemon.options = ["--stall-timeout", "1"]
+    # Some of the faults are found by waiting. The others wait for a loader that a busy machine may start slowly.
+    if fault.startswith("hang"):
+        daemon.options = ["--stall-timeout", str(STALL_TIMEOUT_S)]
     return daemon
 
 
@@ -72,7 +81,7 @@ def children_of(pid: int) -> list[str]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_at_start_ends_the_daemon_with_its_reason(make_daemon: Launcher, checkpoint: Path, fault: str) -> None:
-    daemon = launcher(make_daemon, [model("tiny", checkpoint, x_fault=fault)]).launch()
+    daemon = launcher(make_daemon, [model("tiny", checkpoint, x_fault=fault)], fault=fault).launch()
     assert daemon.wait() == (78 if fault.startswith("refuse") else 1)
     assert f"load failed cache=tiny/target served_generation=0 permanent={_permanent(fault)} " in daemon.log
     assert f"error={text(fault, 1)}\n" in daemon.log
@@ -87,7 +96,7 @@ def _permanent(fault: str) -> str:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_at_reload_keeps_what_is_served(make_daemon: Launcher, checkpoint: Path, fault: str) -> None:
-    daemon = launcher(make_daemon, [model("tiny", checkpoint)]).start()
+    daemon = launcher(make_daemon, [model("tiny", checkpoint)], fault=fault).start()
     before = sorted(daemon.descriptors())
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_fault=fault)])
     reply = reload(daemon)
@@ -117,6 +126,29 @@ def test_loader_that_dies_after_its_delivery_has_delivered(make_daemon: Launcher
     with daemon.client() as engine:
         engine.attach(key_of({"model": str(checkpoint)})).close()
     assert "loader delivered everything and ended badly cache=tiny/target status=-11" in daemon.log
+
+
+@pytest.mark.parametrize(
+    "fault", ["sigkill", "sigsegv", "exception", "hang", "hang-while-talking", "garbage", "refuse"]
+)
+def test_generation_is_served_whatever_becomes_of_tuning(make_daemon: Launcher, checkpoint: Path, fault: str) -> None:
+    faulty = model("tiny", checkpoint, x_tuning="", x_fault=f"{fault}-while-tuning")
+    daemon = launcher(make_daemon, [faulty], fault=fault).start()
+    with daemon.client() as engine:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+    (cache,) = daemon.status().caches
+    assert (cache.state, cache.error) == ("ready", "")
+    assert children_of(daemon.pid) == []
+
+
+def test_cache_is_ready_once_tuning_is_over(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+    daemon = make_daemon([model("tiny", checkpoint, x_tuning=str(gate))]).launch()
+    until(daemon.socket.exists, "the socket")
+    daemon.until(lambda status: [cache.phase for cache in status.caches] == ["tuning"], "tuning")
+    assert daemon.status().caches[0].state == "loading"
+    gate.write_bytes(b"")
+    daemon.notified("READY=1")
+    assert daemon.status().caches[0].state == "ready"
 
 
 def test_interpreter_that_cannot_be_run_is_named(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:

@@ -32,6 +32,7 @@ from weightcached.wire.messages import (
     LoaderFailed,
     LoaderIndex,
     LoaderKey,
+    LoaderMessage,
     LoaderProgress,
     Role,
     decode_loader,
@@ -133,6 +134,7 @@ class LoaderRun:
                     await self._receive(ours, child)
                     # Published only once the child is gone: its device context counts against the first engine's
                     # memory, and the next load's.
+                    await self._hear_out(ours, child)
                     await self._await_exit(child)
             return await asyncio.to_thread(self._check)
         except BaseException:
@@ -272,10 +274,27 @@ class LoaderRun:
             f"{self._command[0]} the daemon's version?"
         )
 
+    async def _hear_out(self, ours: socket.socket, child: Child) -> None:
+        """Let a child that has delivered everything go on, to tune kernels, for as long as it tells of progress."""
+        loop = asyncio.get_running_loop()
+        self._deadline_s = loop.time() + _EXIT_TIMEOUT_S
+        # Nobody needs what it says now, nor that it says it well.
+        with contextlib.suppress(EOFError, OSError, ProtocolError, LoadFailedError):
+            while self._complete:
+                packet = await self._next_packet(ours, child)
+                close_all(packet.fds)
+                if self._is_progress(decode_loader(packet.data)):
+                    self._deadline_s = loop.time() + self._stall_timeout_s
+
+    def _is_progress(self, message: LoaderMessage) -> bool:
+        return isinstance(message, LoaderProgress) and self._on_progress(
+            message.phase, message.done_bytes, message.total_bytes
+        )
+
     async def _await_exit(self, child: Child) -> None:
         """Wait for the child's end; judge it, unless it has delivered everything before."""
         try:
-            async with asyncio.timeout(_EXIT_TIMEOUT_S):
+            async with asyncio.timeout_at(self._deadline_s):
                 status: int | None = await asyncio.shield(child.exit)
         except TimeoutError:
             status = None

@@ -1,4 +1,4 @@
-"""The loader child's life: read the job, load, pack, prove, hand over, exit.
+"""The loader child's life: read the job, load, pack, prove, hand over, tune, exit.
 
 Started by the daemon with the interpreter of the model's engine. Its job comes as JSON on standard input, what it
 has to say goes over the inherited socket, its log to standard error. Whatever fails is told as LoaderFailed and ends
@@ -268,6 +268,16 @@ def _load(
         undo.callback(mapping.close)
         index = proof.prove(loaded, index, mapping, device, built=built, hooks=hooks, plans=plans)
         _hand_over(daemon, index, packed.fds, _peak_bytes(), counter.done)
+
+        from weightcached.loader import tuning
+
+        def as_engine(model: Any) -> None:
+            storages = attach.Storages(index, mapping, device, copy=False)
+            attach.Binder(model, index, storages).attach(
+                lambda: engine.run_hooks(model, model_config, device, stage=stage)
+            )
+
+        tuning.run(vllm_config, model_config, device, as_engine, role=job.role, begin=lambda: daemon.phase("tuning"))
 
 
 def _device(backend: Backend) -> Any:

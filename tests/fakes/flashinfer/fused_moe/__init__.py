@@ -1,0 +1,1 @@
+"""Of this package, one helper."""
