@@ -22,7 +22,7 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
-from weightcached.daemon.turns import Queues, Ticket
+from weightcached.daemon.turns import REQUEST_UNITS, Queues, Ticket
 from weightcached.errors import ProtocolError
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
@@ -68,6 +68,7 @@ IDLE_TIMEOUT_S = 60.0
 # Loading and Progress are repeated at least this often.
 REPEAT_S = 1.0
 PROGRESS_S = 0.25
+_FILES_PER_UNIT = 256
 
 
 class Service(Protocol):
@@ -216,6 +217,8 @@ class Session:
                 log.info("attach refused pid=%d answer=%s", self._peer.pid, type(answer).__name__)
                 return
             await changed.wait(event, timeout_s=REPEAT_S)
+            # Hundreds may be woken at once, and comparing long lists of files takes its time.
+            await self._ticket.turn(REQUEST_UNITS + len(request.key.checkpoint.files) // _FILES_PER_UNIT)
 
     def _lease(self, generation: Generation) -> None:
         if generation not in self._leases:

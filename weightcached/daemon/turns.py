@@ -60,14 +60,16 @@ class Turns:
 
     async def take(self, account: Account, units: int = REQUEST_UNITS) -> None:
         """Return when it is this account's turn to have so much done."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         start = max(account.start, self._now)
         account.start = start + units
+        if not self._scheduled:
+            # Nobody is before it.
+            self._now = start
+            self._schedule(after_s=self._pause_s)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._number += 1
         heapq.heappush(self._waiting, (start, self._number, units, turn))
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._let_go)
         await turn
 
     def charge(self, account: Account, units: int) -> None:
@@ -83,13 +85,18 @@ class Turns:
                 self._now = max(self._now, start)
                 left -= units
                 turn.set_result(None)
-        rested = left == self._units
-        if self._pause_s and not rested:
-            asyncio.get_running_loop().call_later(self._pause_s, self._let_go)
-        elif self._waiting:
-            asyncio.get_running_loop().call_soon(self._let_go)
+        if self._waiting or left < self._units:
+            self._schedule(after_s=self._pause_s if left < self._units else 0.0)
         else:
             self._scheduled = False
+
+    def _schedule(self, *, after_s: float) -> None:
+        self._scheduled = True
+        loop = asyncio.get_running_loop()
+        if after_s:
+            loop.call_later(after_s, self._let_go)
+        else:
+            loop.call_soon(self._let_go)
 
 
 class Queues:
