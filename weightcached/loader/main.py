@@ -273,9 +273,7 @@ def _load(
 
         def as_engine(model: Any) -> None:
             storages = attach.Storages(index, mapping, device, copy=False)
-            attach.Binder(model, index, storages).attach(
-                lambda: engine.run_hooks(model, model_config, device, stage=stage)
-            )
+            attach.Binder(model, index, storages).attach(hooks)
 
         tuning.run(vllm_config, model_config, device, as_engine, role=job.role, begin=lambda: daemon.phase("tuning"))
 
