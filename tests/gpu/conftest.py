@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 import warnings
 
 import pytest
 
+from bench.attach import Memory
 from weightcached.devices import list_gpus, visible_gpus
 
 with warnings.catch_warnings():
@@ -20,6 +23,9 @@ def visible() -> list[str]:
     return visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+FREED_TIMEOUT_S = 20.0
+
+
 @pytest.fixture(scope="session")
 def gpu_uuid() -> str:
     """The first GPU that CUDA shows to this process, as weightcached names it."""
@@ -29,3 +35,17 @@ def gpu_uuid() -> str:
             pytrace=False,
         )
     return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
+def settled(memory: Memory) -> int:
+    """Used bytes once they no longer change: the driver frees an ended process's memory a little later."""
+    deadline_s = time.monotonic() + FREED_TIMEOUT_S
+    last = -1
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(Exception):
+            now = memory.used()
+            if now == last:
+                return now
+            last = now
+        time.sleep(1.0)
+    return last

@@ -14,9 +14,8 @@ import pytest
 from bench.attach import Memory
 from tests.engine.conftest import ENVIRONMENT, Engines, Service
 from tests.fakes.drafts import Maker, Shape, write_eagle3, write_llama, write_mtp
-from tests.gpu.test_engines import settled
+from tests.gpu.conftest import settled, visible
 from tests.systemd.manager import PrivateManager
-from weightcached.devices import list_gpus
 
 MIB = 1 << 20
 DRAFTS = ("eagle3", "mtp")
@@ -30,7 +29,7 @@ EMBEDDING_BYTES = SHAPE.vocab * SHAPE.hidden * 2
 
 @pytest.fixture(scope="module")
 def device() -> str:
-    return list_gpus()[0].uuid
+    return visible()[0]
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,8 @@ Needs the wheels that carry vLLM and, where the machine has no systemd of its ow
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,12 @@ import pytest
 
 from bench.attach import Memory
 from bench.checkpoints import llama_config, write_checkpoint
-from bench.harness import Engine, Unit
+from bench.harness import Engine
 from tests.engine.conftest import ENVIRONMENT, ROOT, Engines, Service
 from tests.gpu.conftest import visible
 from tests.systemd.manager import PrivateManager
 
 ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True}
-MIB = 1 << 20
-FREED_TIMEOUT_S = 20.0
 SHAPE = {"hidden": 1024, "intermediate": 2816, "layers": 6, "heads": 16, "kv_heads": 8, "vocab": 16000}
 # What each cached model is, and the engine arguments with which it is loaded from disk as well. The other
 # quantizations and architectures are test_quantization.py's.
@@ -205,58 +201,3 @@ def test_two_tensor_parallel_ranks_on_two_gpus(
             assert len(attached.first["loads"]) == 2
     finally:
         service.ctl("stop", *gpus[:2], check=False)
-
-
-def test_whole_life_of_a_unit_gives_all_memory_back(
-    manager: PrivateManager, service: Service, memory: Memory, device: str, checkpoints: dict[str, Path],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    for name, value in manager.env.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"] + ":" + sys_path())
-    service.ctl("stop", device, check=False)
-    before = settled(memory)
-    unit = Unit(device, tmp_path)
-    model = str(checkpoints["bf16"])
-    unit.install(model, {"max_model_len": 1024})
-    # Compiled and with CUDA graphs, as a user has it.
-    options = {"gpu_memory_utilization": 0.3, "max_model_len": 1024}
-    loader = {"socket_dir": str(unit.socket_dir), "fallback": False}
-    try:
-        unit.start()
-        index = unit.index()
-        assert memory.used() - before <= index.nbytes + 16 * MIB, "the daemon holds nothing beside the weights"
-        with Engine(model, "auto", options, tmp_path / "disk") as disk:
-            expected, blocks = disk.first["tokens"], disk.first["kv_blocks"]
-        with Engine(model, "ipc_cache", options | {"model_loader_extra_config": loader}, tmp_path / "first") as engine:
-            assert engine.first["tokens"] == expected
-            assert abs(engine.first["kv_blocks"] - blocks) <= 0.005 * blocks
-            killed_at, _ = unit.kill()
-            assert engine.again() == expected
-            assert unit.bytes_read_since(killed_at) == 0
-        with Engine(model, "ipc_cache", options | {"model_loader_extra_config": loader}, tmp_path / "next") as engine:
-            assert engine.first["tokens"] == expected
-        subprocess.run(["systemctl", "--user", "restart", unit.name], check=True)
-        assert unit.status().caches[0].source == "adopted"
-        unit.stop()
-        assert abs(settled(memory) - before) <= 16 * MIB
-    finally:
-        unit.remove()
-
-
-def sys_path() -> str:
-    return ":".join(path for path in sys.path if path)
-
-
-def settled(memory: Memory) -> int:
-    """Used bytes once they no longer change: the driver frees an ended process's memory a little later."""
-    deadline_s = time.monotonic() + FREED_TIMEOUT_S
-    last = -1
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(Exception):
-            now = memory.used()
-            if now == last:
-                return now
-            last = now
-        time.sleep(1.0)
-    return last
