@@ -8,6 +8,7 @@ loaded weights, the proof says. WriteGuard is for the plan `rerun`. Which hook r
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Collection, Iterator
@@ -130,6 +131,7 @@ def _device_is_meta(kwargs: dict[str, Any] | None) -> dict[str, Any]:
     return kwargs
 
 
+@functools.cache
 def _lacks_meta(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCH_NAMESPACES:
         return False
