@@ -16,9 +16,11 @@ GREETING_UNITS = 2
 BURIAL_UNITS = 1
 _BYTES_PER_UNIT = 4096
 # About 1 ms between two looks at the sockets.
-_UNITS_AT_ONCE = 4
+_UNITS_AT_ONCE = 2
 # A packet with descriptors keeps a thread busy for a fraction of that; many threads would keep the event loop waiting.
 _DESCRIPTORS_PAUSE_S = 0.002
+# Connections must end faster than they can come, or those that wait for their end would pile up.
+_BURIALS_PAUSE_S = 0.001
 # A message of the largest size takes up to 15 ms: no more than one falls into the 50 ms of a status.
 _LARGE_PAUSE_S = 0.1
 
@@ -105,6 +107,7 @@ class Queues:
     def __init__(self) -> None:
         self.requests = Turns(units=_UNITS_AT_ONCE)
         self.descriptors = Turns(units=1, pause_s=_DESCRIPTORS_PAUSE_S)
+        self.burials = Turns(units=1, pause_s=_BURIALS_PAUSE_S)
         self.large = Turns(units=1, pause_s=_LARGE_PAUSE_S)
 
 
@@ -115,6 +118,7 @@ class Ticket:
         self._queues = queues
         self._requests = queues.requests.account(pid)
         self._descriptors = queues.descriptors.account(pid)
+        self._burials = queues.burials.account(pid)
         self._large = queues.large.account(pid)
 
     async def turn(self, units: int = REQUEST_UNITS) -> None:
@@ -127,6 +131,10 @@ class Ticket:
 
     async def descriptors_turn(self) -> None:
         await self._queues.descriptors.take(self._descriptors)
+
+    async def burial_turn(self) -> None:
+        """For a connection that ends with descriptors in it."""
+        await self._queues.burials.take(self._burials)
 
     async def large_turn(self) -> None:
         await self._queues.large.take(self._large)
