@@ -1,4 +1,4 @@
-"""Quantized checkpoints that the CPU engine runs: what is attached decodes as what is loaded from disk."""
+"""Quantizations and architectures that the CPU engine runs: what is attached decodes as what is loaded from disk."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from bench.checkpoint_models import CONFIGS
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.engine.conftest import Engines, Service
 
-# Per-channel int8 weights with dynamic int8 activations (compressed-tensors), and 4-bit weights in groups.
-METHODS = ("int8", "awq", "gptq")
+# int8: one scale per channel, activations quantized on the way; the others: 4-bit weights in groups.
+METHODS = ("int8", "awq", "gptq", "w4a16")
+# Experts, and multi-head latent attention with experts beside dense layers.
+ARCHITECTURES = ("qwen3-moe", "deepseek")
+# What one start of the unit loads.
+GROUPS = {"first": METHODS[:3], "second": (*METHODS[3:], *ARCHITECTURES)}
 DEVICE = "cpu0"
 
 
@@ -23,28 +28,35 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     for method in METHODS:
         write_checkpoint(base / method, config, shards=2, seed=3, quantization=method)
-    return {method: base / method for method in METHODS}
+    for architecture in ARCHITECTURES:
+        write_checkpoint(base / architecture, CONFIGS[architecture](), shards=2, seed=3)
+    return {name: base / name for names in GROUPS.values() for name in names}
 
 
 @pytest.fixture(scope="module")
-def serving(service: Service, checkpoints: dict[str, Path]) -> Iterator[Service]:
-    """All of them on one device: the key picks the cache."""
+def serving(service: Service, checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Service]:
+    """All models of a group on one device: the key picks the cache."""
     service.manifest(
-        *({"name": name, "devices": [DEVICE], "engine": {"model": str(path)}} for name, path in checkpoints.items())
+        *(
+            {"name": name, "devices": [DEVICE], "engine": {"model": str(checkpoints[name])}}
+            for name in GROUPS[request.param]
+        )
     )
     service.ctl("start", DEVICE)
     yield service
     service.ctl("stop", DEVICE)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_quantized_model_decodes_as_from_disk(
-    serving: Service, engines: Engines, checkpoints: dict[str, Path], method: str
+@pytest.mark.parametrize(
+    ("serving", "name"), [(group, name) for group, names in GROUPS.items() for name in names], indirect=["serving"]
+)
+def test_attached_model_decodes_as_from_disk(
+    serving: Service, engines: Engines, checkpoints: dict[str, Path], name: str
 ) -> None:
-    disk = engines.tokens(checkpoints[method])
+    disk = engines.tokens(checkpoints[name])
     assert len({tuple(tokens) for tokens in disk}) == len(disk), "prompts that decode alike would hide wrong weights"
     engines.log()
-    assert engines.tokens(checkpoints[method], "ipc_cache", loader={"fallback": False}) == disk
-    assert any(f"attached {method}/target generation 1" in line for line in engines.plugin_log())
+    assert engines.tokens(checkpoints[name], "ipc_cache", loader={"fallback": False}) == disk
+    assert any(f"attached {name}/target generation 1" in line for line in engines.plugin_log())
     engines.ask(close=True)
-    assert "all digests equal" in serving.ctl("verify", f"{method}/target").stdout
+    assert "all digests equal" in serving.ctl("verify", f"{name}/target").stdout
