@@ -35,8 +35,8 @@ def test_spans_across_windows_have_the_digest_of_their_bytes(window: int) -> Non
     data = segment(3000)
     spans = [(0, 512), (512, 1500), (2048, 952), (2999, 1), (0, 3000)]
     with SegmentHasher(3000, CPU) as hasher:
-        # What a device would have: a window that the segment passes through.
-        hasher._window = torch.empty(window, dtype=torch.uint8)
+        # What a device would have: windows that the segment passes through.
+        hasher._windows = [torch.empty(window, dtype=torch.uint8) for _ in range(2)]
         assert hasher.digests(data, spans) == expected(data, spans)
 
 
@@ -52,4 +52,4 @@ def test_window_is_no_larger_than_the_largest_segment(monkeypatch: pytest.Monkey
     monkeypatch.setattr(hashing.torch, "empty", lambda nbytes, **_: made.append(nbytes))
     SegmentHasher(4096, torch.device("cuda", 0)).close()
     SegmentHasher(5 << 30, torch.device("cuda", 0)).close()
-    assert made == [4096, 1 << 30]
+    assert made == [4096, 4096, 1 << 28, 1 << 28]

@@ -1,13 +1,13 @@
 """Digests of the storages in a segment, at the speed of the bus.
 
-Device memory passes through one pinned buffer that is used again and again: fresh host memory for each segment would
-cost more in page faults than the transfer does. Host memory is read where it is.
+Device memory passes through two pinned buffers that are used again and again: while one is read, the other fills. Fresh
+host memory for each segment would cost more in page faults than the transfer does. Host memory is read where it is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -15,25 +15,26 @@ import xxhash
 
 Span = tuple[int, int]
 
-_WINDOW_NBYTES = 1 << 30
+# Pinning costs a third of a second per GiB; several storages fit into one, and each has a thread.
+_WINDOW_NBYTES = 1 << 28
 
 
 class SegmentHasher:
     """Makes digests of segments of at most `largest_nbytes` on `device`."""
 
     def __init__(self, largest_nbytes: int, device: torch.device) -> None:
-        self._window: torch.Tensor | None = None
+        self._windows: list[torch.Tensor] = []
         if device.type != "cpu":
-            self._window = torch.empty(min(largest_nbytes, _WINDOW_NBYTES), dtype=torch.uint8, pin_memory=True)
+            nbytes = min(largest_nbytes, _WINDOW_NBYTES)
+            self._windows = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
     def digests(self, segment: torch.Tensor, spans: Sequence[Span]) -> list[bytes]:
         """xxh3-128 of each (offset, nbytes) of the segment, a uint8 tensor of one dimension."""
         hashers = [xxhash.xxh3_128() for _ in spans]
-        step = segment.numel() if self._window is None else self._window.numel()
-        for begin in range(0, segment.numel(), step):
-            end = min(begin + step, segment.numel())
-            held = self._held(segment[begin:end]).numpy()
+        for begin, part in self._parts(segment):
+            held = part.numpy()
+            end = begin + part.numel()
 
             def update(number: int, begin: int = begin, end: int = end, held: object = held) -> None:
                 offset, nbytes = spans[number]
@@ -44,14 +45,36 @@ class SegmentHasher:
             list(self._pool.map(update, range(len(spans))))
         return [hasher.digest() for hasher in hashers]
 
-    def _held(self, part: torch.Tensor) -> torch.Tensor:
-        if self._window is None:
-            return part
-        return self._window[: part.numel()].copy_(part)
+    def _parts(self, segment: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The segment in host memory, part by part with its offset; each is valid until the next is asked for."""
+        if not self._windows:
+            yield 0, segment
+            return
+        step = self._windows[0].numel()
+        begins = range(0, segment.numel(), step)
+        coming = self._copied(segment[:step], 0) if begins else None
+        for number, begin in enumerate(begins):
+            assert coming is not None
+            part, event = coming
+            if (after := begin + step) < segment.numel():
+                # Into the other window, which nobody reads any more.
+                coming = self._copied(segment[after : after + step], number + 1)
+            if event is not None:
+                event.synchronize()
+            yield begin, part
+
+    def _copied(self, part: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """The window that a part is being copied to, and the event that it is there."""
+        window = self._windows[number % 2][: part.numel()].copy_(part, non_blocking=True)
+        if part.device.type == "cpu":
+            return window, None
+        event = torch.cuda.Event()
+        event.record()
+        return window, event
 
     def close(self) -> None:
         """Give the buffer and the threads back."""
-        self._window = None
+        self._windows = []
         self._pool.shutdown()
 
     def __enter__(self) -> SegmentHasher:
