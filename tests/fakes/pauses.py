@@ -25,6 +25,7 @@ class Pauses:
         directory.mkdir(exist_ok=True)
 
     def arm(self, phase: str) -> None:
+        (self.directory / f"{phase}.reached").unlink(missing_ok=True)
         os.mkfifo(self.directory / phase)
 
     def reached(self, phase: str) -> bool:
@@ -44,14 +45,21 @@ class Pauses:
 
 
 def at(directory: str | None, phase: str) -> None:
-    """The process's side: wait here if the phase is armed."""
+    """The process's side: wait here if the phase is armed, the first time only.
+
+    Whoever came here again before let_go() has removed the FIFO would wait for a writer that never comes.
+    """
     if directory is None:
         return
     fifo = Path(directory, phase)
-    if fifo.exists():
-        fifo.with_name(f"{phase}.reached").touch()
-        with open(fifo, "rb") as gate:
-            gate.read()
+    if not fifo.exists():
+        return
+    try:
+        fifo.with_name(f"{phase}.reached").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    with open(fifo, "rb") as gate:
+        gate.read()
 
 
 def _before(owner: Any, name: str, phase: str) -> None:
