@@ -123,7 +123,7 @@ def skeleton_of(model: nn.Module) -> str:
     compilation alone: an engine started with enforce_eager or another max_model_len maps the same bytes.
     """
     digest = hashlib.sha256()
-    for slot in walk(model):
+    for slot in walk(model, scalars=False):
         if isinstance(slot, TensorSlot):
             t = slot.tensor
             line = f"{slot.path} {slot.kind} {slot.persistent} {t.dtype} {tuple(t.shape)} {type_name(type(t))}"
@@ -149,6 +149,8 @@ class Binder:
         self._index = index
         self._storages = storages
         self._bound: dict[str, torch.Tensor] = {}
+        # Tensors that were removed from the model, after attach().
+        self.leftovers: list[str] = []
 
     def attach(self, hooks: Hooks) -> None:
         """Post-process by plan, bind all tensors, set values, check.
@@ -205,16 +207,24 @@ class Binder:
 
     def _remove_leftovers(self) -> None:
         # What post-processing consumed: the loaded model has no such tensor any more, so neither may this one.
-        known = {name for record in self._index.tensors for name in record.names}
-        for slot in list(tensors(self._model)):
-            if not slot.tensor.is_meta:
-                continue
-            if slot.path in known:
-                raise PathError(slot.path, "still on the meta device after binding")
-            owner, leaf = resolve_owner(self._model, slot.path)
+        self.leftovers = self._find_leftovers() if self._index.leftovers is None else self._index.leftovers
+        for path in self.leftovers:
+            try:
+                owner, leaf = resolve_owner(self._model, path)
+                there = current(owner, leaf)
+            except NOT_THERE as e:
+                raise PathError(path, f"nothing here to remove ({e})") from e
             if isinstance(owner, tuple):
-                raise PathError(slot.path, "still on the meta device, the index has no tensor for it")
-            remove(owner, leaf)
+                raise PathError(path, "still on the meta device, the index has no tensor for it")
+            if isinstance(there, torch.Tensor) and there.is_meta:
+                remove(owner, leaf)
+
+    def _find_leftovers(self) -> list[str]:
+        known = {name for record in self._index.tensors for name in record.names}
+        found = [slot.path for slot in tensors(self._model) if slot.tensor.is_meta]
+        if left := [path for path in found if path in known]:
+            raise PathError(left[0], "still on the meta device after binding")
+        return found
 
     def _set_value(self, path: str, raw: msgspec.Raw) -> None:
         try:

@@ -81,10 +81,14 @@ Slot = TensorSlot | ValueSlot
 
 
 class _Seen(set[int]):
-    """Identities of what has been visited. `later` is visited at the end, for tensors alone, by path."""
+    """Identities of what has been visited. `later` is visited at the end, for tensors alone, by path.
 
-    def __init__(self, model: nn.Module) -> None:
+    scalars: whether attributes that are None, numbers or text are told of.
+    """
+
+    def __init__(self, model: nn.Module, *, scalars: bool) -> None:
         super().__init__(id(module) for module in model.modules())
+        self.scalars = scalars
         self.later: list[tuple[str, Any]] = []
 
     def first_time(self, value: Any) -> bool:
@@ -94,9 +98,10 @@ class _Seen(set[int]):
         return True
 
 
-def walk(model: nn.Module) -> Iterator[Slot]:
-    """Every slot of the model, modules in torch's order, tied names included."""
-    seen = _Seen(model)
+def walk(model: nn.Module, *, scalars: bool = True) -> Iterator[Slot]:
+    """Every slot of the model, modules in torch's order, tied names included; without `scalars`, most of the values
+    that are None, numbers or text are left out."""
+    seen = _Seen(model, scalars=scalars)
     for name, module in _named_modules("", model, ()):
         yield from _registered(name, module, seen)
     for name, module in model.named_modules():
@@ -119,7 +124,7 @@ def _named_modules(prefix: str, module: nn.Module, above: tuple[nn.Module, ...])
 
 def tensors(model: nn.Module) -> Iterator[TensorSlot]:
     """The tensor slots alone."""
-    return (slot for slot in walk(model) if isinstance(slot, TensorSlot))
+    return (slot for slot in walk(model, scalars=False) if isinstance(slot, TensorSlot))
 
 
 def type_name(cls: type) -> str:
@@ -159,12 +164,15 @@ def _attributes(prefix: str, attributes: dict[str, Any], seen: _Seen, *, in_modu
     for name, value in list(attributes.items()):
         if name in _SKIPPED_ATTRIBUTES or (in_module and name.endswith(("_hooks", "_hooks_with_kwargs"))):
             continue
-        yield from _value(join(prefix, name), value, seen)
+        if type(value) not in _SCALARS:
+            yield from _value(join(prefix, name), value, seen)
+        elif seen.scalars:
+            # Nine of ten attributes, and an engine walks its model while it starts.
+            yield ValueSlot(join(prefix, name), value, restorable=True)
 
 
 def _value(path: str, value: Any, seen: _Seen) -> Iterator[Slot]:
     if type(value) in _SCALARS:
-        # Nine of ten attributes, and an engine walks its model while it starts.
         yield ValueSlot(path, value, restorable=True)
     elif isinstance(value, torch.Tensor):
         yield TensorSlot(path, value, "attribute", persistent=False)

@@ -101,6 +101,8 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
 
     `spec_digest` is the manifest entry it was made from; `skeleton` digests the structure of the model as built on
     the meta device, so that an engine whose layers differ in any name, shape, type or kernel class is refused.
+    `leftovers` are the tensors that such a model has and the loaded one has not, found once by the proof; with None
+    an engine looks for them itself.
     """
 
     software: str
@@ -119,6 +121,7 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     storages: list[StorageRecord]
     tensors: list[TensorRecord]
     modules: list[ModulePlan] = []
+    leftovers: list[str] | None = None
     load: LoadReport
 
     @property

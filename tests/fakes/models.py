@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import msgspec
 import torch
 from torch import nn
 
@@ -133,6 +134,11 @@ class Packed:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def without_leftovers(index: TensorIndex) -> TensorIndex:
+    """The index as it was before the proof looked for leftovers."""
+    return msgspec.structs.replace(index, leftovers=None)
 
 
 def _as_hooks(hooks: Hooks | RunHooks) -> Hooks:

@@ -148,7 +148,7 @@ def prove(
     while True:
         attempt = msgspec.structs.replace(index, modules=tried.records())
         try:
-            attached = _attached(attempt, mapping, device, built, hooks)
+            attached, leftovers = _attached(attempt, mapping, device, built, hooks)
         except HooksFailedError as e:
             tried.advance_hooks(e.failures, e)
             continue
@@ -164,7 +164,8 @@ def prove(
         elif restore:
             tried.values = restore
         else:
-            return attempt
+            # Looking for them takes a walk over the model, which each engine is spared.
+            return msgspec.structs.replace(attempt, leftovers=leftovers)
 
 
 def _attached(
@@ -173,11 +174,15 @@ def _attached(
     device: torch.device,
     built: Callable[[], AbstractContextManager[nn.Module]],
     hooks: Hooks,
-) -> Snapshot:
-    """What an engine has with this index. Its private tensors are freed before the next attempt copies them again."""
+) -> tuple[Snapshot, list[str]]:
+    """What an engine has with this index, and what it removed for that.
+
+    Its private tensors are freed before the next attempt copies them again.
+    """
     with built() as model:
-        Binder(model, index, Storages(index, mapping, device, copy=False)).attach(hooks)
-        return snapshot(model)
+        binder = Binder(model, index, Storages(index, mapping, device, copy=False))
+        binder.attach(hooks)
+        return snapshot(model), binder.leftovers
 
 
 def first_wrong_storage(index: TensorIndex, mapping: Mapping, device: torch.device) -> str | None:
