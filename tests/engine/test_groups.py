@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -166,6 +167,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("model") / "m", tied=False, dtype="bfloat16")
 
 
+def killed_with_children(session: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+
+
 def tokens_of_two_nodes(model: Path, base: Path, nodes: list[Node] | None = None) -> Any:
     """What an engine decodes whose tensor-parallel ranks are in both networks; from disk, or attached to `nodes`."""
     common: dict[str, Any] = COMMON | {
@@ -188,11 +194,11 @@ def tokens_of_two_nodes(model: Path, base: Path, nodes: list[Node] | None = None
             child = subprocess.Popen(
                 ["ip", "netns", "exec", NODES[rank], sys.executable, *command], cwd=ROOT,
                 env=os.environ | ENVIRONMENT | addresses | {"VLLM_CPU_OMP_THREADS_BIND": str(rank)},
-                stdout=log if rank else subprocess.PIPE, stderr=log, text=True,
+                stdout=log if rank else subprocess.PIPE, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
             stack.callback(child.wait)
-            # The second node's workers end when its main process does.
-            stack.callback(child.kill)
+            # With all that it started: multiprocessing's trackers outlive their engine.
+            stack.callback(killed_with_children, child.pid)
             children.append(child)
         said = children[0].communicate(timeout=ANSWER_TIMEOUT_S)[0]
     answers = [line for line in said.splitlines() if line.startswith("{")]
