@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from weightcached.wire.messages import Ready, Status, StatusReply, Verify
 RANKS = 2
 PORT = 29_610
 NODES = ("wc-test-a", "wc-test-b")
+ENDS = ("wc-end-a", "wc-end-b")
+ENGINE_PORT = 29_620
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 COMMON = {"tensor_parallel_size": 2, "max_model_len": 64, "enforce_eager": True}
 READY_TIMEOUT_S = 180.0
@@ -132,12 +135,11 @@ def ip(*words: str) -> None:
 @pytest.fixture(scope="module")
 def networks() -> Iterator[None]:
     """Two network namespaces with one cable between them, and each with a loopback of its own."""
-    ends = ("wc-end-a", "wc-end-b")
     try:
         for node in NODES:
             ip("netns", "add", node)
-        ip("link", "add", ends[0], "netns", NODES[0], "type", "veth", "peer", "name", ends[1], "netns", NODES[1])
-        for node, end, address in zip(NODES, ends, ADDRESSES, strict=True):
+        ip("link", "add", ENDS[0], "netns", NODES[0], "type", "veth", "peer", "name", ENDS[1], "netns", NODES[1])
+        for node, end, address in zip(NODES, ENDS, ADDRESSES, strict=True):
             ip("-n", node, "addr", "add", f"{address}/24", "dev", end)
             ip("-n", node, "link", "set", end, "up")
             ip("-n", node, "link", "set", "lo", "up")
@@ -165,6 +167,45 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("model") / "m", tied=False, dtype="bfloat16")
 
 
+def killed_with_children(session: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+
+
+def tokens_of_two_nodes(model: Path, base: Path, nodes: list[Node] | None = None) -> Any:
+    """What an engine decodes whose tensor-parallel ranks are in both networks; from disk, or attached to `nodes`."""
+    common: dict[str, Any] = COMMON | {
+        "nnodes": RANKS, "master_addr": ADDRESSES[0], "master_port": ENGINE_PORT, "distributed_executor_backend": "mp",
+    }  # fmt: skip
+    arguments = [common | {"node_rank": rank} for rank in range(RANKS)]
+    for rank, node in enumerate(nodes or []):
+        loader = {"fallback": False, "socket_dir": str(node.socket.parent)}
+        arguments[rank] |= {"load_format": "ipc_cache", "model_loader_extra_config": loader}
+    load_format = str(arguments[0].pop("load_format", "auto"))
+    commands = [
+        ["bench/generate.py", str(model), "--load-format", load_format, "--engine", json.dumps(arguments[0])],
+        ["-m", "tests.engine.headless", json.dumps(arguments[1] | {"model": str(model)})],
+    ]
+    with contextlib.ExitStack() as stack:
+        children = []
+        for rank, command in enumerate(commands):
+            log = stack.enter_context(open(base / f"engine{rank}", "wb"))
+            addresses = {"VLLM_HOST_IP": ADDRESSES[rank], "GLOO_SOCKET_IFNAME": ENDS[rank]}
+            child = subprocess.Popen(
+                ["ip", "netns", "exec", NODES[rank], sys.executable, *command], cwd=ROOT,
+                env=os.environ | ENVIRONMENT | addresses | {"VLLM_CPU_OMP_THREADS_BIND": str(rank)},
+                stdout=log if rank else subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            )  # fmt: skip
+            stack.callback(child.wait)
+            # With all that it started: multiprocessing's trackers outlive their engine.
+            stack.callback(killed_with_children, child.pid)
+            children.append(child)
+        said = children[0].communicate(timeout=ANSWER_TIMEOUT_S)[0]
+    answers = [line for line in said.splitlines() if line.startswith("{")]
+    assert answers, (base / "engine0").read_text(encoding="utf-8")[-3000:]
+    return json.loads(answers[0])["tokens"]
+
+
 GROUP = {"group": f"{ADDRESSES[0]}:{PORT}", "timeout_s": 120}
 
 
@@ -172,10 +213,15 @@ def test_two_nodes_in_two_networks_hold_the_same_solo_and_in_a_group(
     networks: None, model: Path, tmp_path: Path
 ) -> None:
     seen = {}
+    disk = tokens_of_two_nodes(model, tmp_path)
+    assert len({tuple(tokens) for tokens in disk}) == len(disk), "prompts that decode alike would hide wrong weights"
     for name, rendezvous in (("solo", "solo"), ("group", GROUP)):
         with running(tmp_path / name, model, rendezvous) as nodes:
             assert [node.outcome() for node in nodes] == ["ready", "ready"]
             seen[name] = [node.digests() for node in nodes]
+            if name == "group":
+                # What solo ranks hold is compared byte by byte below.
+                assert tokens_of_two_nodes(model, tmp_path, nodes) == disk
     assert seen["solo"] == seen["group"]
     assert seen["solo"][0] != seen["solo"][1], "ranks that hold the same would hide a wrong rank"
 
