@@ -6,6 +6,7 @@ A new vLLM release is mended here, in hooks.py, in key.py and in weightcached/lo
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,9 @@ def isolated_build(vllm_config: Any, *, keep: bool) -> Iterator[Build]:
     if not keep:
         for registry, _ in saved:
             registry.clear()
+    # A compiled model registers itself there for good: nobody would ever free it, nor what it maps.
+    dynamo = getattr(sys.modules.get("torch._dynamo.convert_frame"), "_bytecode_hooks", {})
+    saved.append((dynamo, dynamo.copy()))
     # A rotary table of an earlier model would be shared with this one, whose tensors are about to be replaced.
     rotary_embedding._ROPE_DICT.clear()
     restore = True

@@ -6,10 +6,13 @@ import contextlib
 import os
 import time
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
 from bench.attach import Memory
+from tests.engine.conftest import ENVIRONMENT, Engines, Service
+from tests.systemd.manager import PrivateManager
 from weightcached.devices import list_gpus, visible_gpus
 
 with warnings.catch_warnings():
@@ -35,6 +38,31 @@ def gpu_uuid() -> str:
             pytrace=False,
         )
     return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return visible()[0]
+
+
+@pytest.fixture(scope="module")
+def memory(device: str) -> Memory:
+    return Memory(device)
+
+
+@pytest.fixture(scope="module")
+def manager() -> Iterator[PrivateManager]:
+    """A user manager of these tests; its units see no FlashInfer."""
+    with PrivateManager(ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}) as manager:
+        yield manager
+
+
+@pytest.fixture(scope="module")
+def engines(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """The process of the module's engines; `service` is the module's own."""
+    engines = Engines(service.env, tmp_path_factory.mktemp("engines") / "log")
+    yield engines
+    engines.close()
 
 
 def settled(memory: Memory) -> int:

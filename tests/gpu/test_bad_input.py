@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from bench.harness import Engine
-from tests.engine.conftest import ENVIRONMENT, Engines, Service
+from tests.engine.conftest import Engines, Service
 from tests.fakes.stub_daemon import Answer, Packet, Script, StubDaemon, status, welcome
 from tests.gpu.conftest import visible
 from tests.gpu.test_engines import ENGINE, make
@@ -42,21 +42,10 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="module")
-def device() -> str:
-    return visible()[0]
-
-
-@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
     # 2.6 GB: more than the hog leaves.
     return {"bf16": make(base / "bf16"), "large": make(base / "large", vocab=640_000, layers=1)}
-
-
-@pytest.fixture(scope="module")
-def manager() -> Iterator[PrivateManager]:
-    with PrivateManager(ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}) as manager:
-        yield manager
 
 
 def entry(name: str, device: str, model: Path) -> dict[str, Any]:
@@ -70,13 +59,6 @@ def service(manager: PrivateManager, models: dict[str, Path], device: str) -> It
     service.ctl("start", device)
     yield service
     service.ctl("stop", device, check=False)
-
-
-@pytest.fixture(scope="module")
-def engines(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    engines = Engines(service.env, tmp_path_factory.mktemp("engines") / "log")
-    yield engines
-    engines.close()
 
 
 @pytest.fixture(scope="module")

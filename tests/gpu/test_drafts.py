@@ -14,7 +14,7 @@ import pytest
 from bench.attach import Memory
 from tests.engine.conftest import ENVIRONMENT, Engines, Service
 from tests.fakes.drafts import Maker, Shape, write_eagle3, write_llama, write_mtp
-from tests.gpu.conftest import settled, visible
+from tests.gpu.conftest import settled
 from tests.systemd.manager import PrivateManager
 
 MIB = 1 << 20
@@ -25,16 +25,6 @@ SHAPE = Shape(
 )
 ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True, "disable_log_stats": False}
 EMBEDDING_BYTES = SHAPE.vocab * SHAPE.hidden * 2
-
-
-@pytest.fixture(scope="module")
-def device() -> str:
-    return visible()[0]
-
-
-@pytest.fixture(scope="module")
-def memory(device: str) -> Memory:
-    return Memory(device)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +64,6 @@ def service(arguments: dict[str, dict[str, Any]], device: str, memory: Memory) -
         service.extra_bytes = settled(memory) - before - sum(cache["bytes"] for cache in service.caches(device))
         yield service
         service.ctl("stop", device, check=False)
-
-
-@pytest.fixture(scope="module")
-def engines(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    engines = Engines(service.env, tmp_path_factory.mktemp("engines") / "log")
-    yield engines
-    engines.close()
 
 
 def seen(engines: Engines, engine: dict[str, Any], load_format: str) -> tuple[dict[str, Any], int]:

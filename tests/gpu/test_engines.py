@@ -17,7 +17,7 @@ import pytest
 from bench.attach import Memory
 from bench.checkpoints import llama_config, write_checkpoint
 from bench.harness import Engine
-from tests.engine.conftest import ENVIRONMENT, ROOT, Engines, Service
+from tests.engine.conftest import ROOT, Engines, Service
 from tests.gpu.conftest import visible
 from tests.systemd.manager import PrivateManager
 
@@ -43,22 +43,6 @@ def make(
         config |= {"num_local_experts": experts, "num_experts_per_tok": 2}
     write_checkpoint(path, config, shards=2, seed=seed, device="cuda", quantization=quantization)
     return path
-
-
-@pytest.fixture(scope="module")
-def device() -> str:
-    return visible()[0]
-
-
-@pytest.fixture(scope="module")
-def memory(device: str) -> Memory:
-    return Memory(device)
-
-
-@pytest.fixture(scope="module")
-def manager() -> Iterator[PrivateManager]:
-    with PrivateManager(ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}) as manager:
-        yield manager
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +73,6 @@ def service(manager: PrivateManager, checkpoints: dict[str, Path], device: str) 
     assert started.returncode == 0, started.stdout + started.stderr
     yield service
     service.ctl("stop", device, check=False)
-
-
-@pytest.fixture(scope="module")
-def engines(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    engines = Engines(service.env, tmp_path_factory.mktemp("engines") / "log")
-    yield engines
-    engines.close()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ from tests.gpu.test_engines import make
 from tests.systemd.manager import PrivateManager
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def manager() -> Iterator[PrivateManager]:
-    with PrivateManager(ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}) as manager:
-        yield manager
 
 
 def test_whole_life_of_a_unit_gives_all_memory_back(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -226,6 +228,15 @@ def test_absorption_of_mla_writes_into_nothing_that_is_shared(configured: Callab
     # By head: the rows of the keys, then those of the values.
     assert torch.equal(layer.W_UV, weight.view(4, 64 + 64, 64)[:, 64:].transpose(1, 2))
     assert model.packed.but(index=index).prove(model.hooks, index.modules) == index, "the bytes are as they were"
+
+
+def test_model_of_an_isolated_build_is_freed_though_it_would_be_compiled(llama: Any, load: Load) -> None:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(llama), engine.isolated_build(llama, keep=False):
+        model = weakref.ref(engine.build_on_meta(llama, llama.model_config))
+    gc.collect()
+    assert model() is None
 
 
 # ---- what no plan brings to an engine
