@@ -27,6 +27,8 @@ _META = torch.device("meta")
 _QUESTIONS = frozenset(
     {torch.Tensor.__bool__, torch.Tensor.equal, torch.Tensor.allclose, torch.equal, torch.allclose, torch.is_nonzero}
 )
+# The same, of a layer's scales: whether they are all one.
+_DISTINCT = frozenset({torch.unique, torch.Tensor.unique})
 # Tensors of the process that hooks move to the device of the weights: (module, object, attribute).
 _OF_THE_PROCESS = (
     ("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils", "kE2M1ToFloat_handle", "val"),
@@ -97,11 +99,19 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
             raise NoMetaError("the address of a meta tensor was asked for")
         if func in _QUESTIONS and any(tensor.is_meta for tensor in _tensors_in(args, kwargs or {})):
             return False
+        if func in _DISTINCT and args[0].is_meta and not _asks_for_more(kwargs or {}):
+            return args[0].new_empty(1)
         if func is torch.Tensor.cuda:
             return args[0].to(_META)
         if func is torch.Tensor.to:
             args = tuple(_META if _is_device(value) else value for value in args)
         return func(*args, **_device_is_meta(kwargs))
+
+
+def _asks_for_more(kwargs: dict[str, Any]) -> bool:
+    # Where each value came from, how often, or along which dimension.
+    more = ("return_inverse", "return_counts")
+    return any(kwargs.get(name) for name in more) or kwargs.get("dim") is not None
 
 
 def _is_device(value: Any) -> bool:

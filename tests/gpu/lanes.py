@@ -148,7 +148,7 @@ class Lane:
         # Short: a socket's path has to fit into 107 bytes.
         self._runtime = Path(tempfile.mkdtemp(prefix="wcq-", dir="/tmp"))
         self._environment = (
-            dict(os.environ) | ENVIRONMENT | environment | dict(MODELS[names[0]].environment)
+            dict(os.environ) | ENVIRONMENT | environment
             | {"XDG_RUNTIME_DIR": str(self._runtime), "VLLM_LOGGING_LEVEL": "INFO"}
         )  # fmt: skip
         self._log = self._runtime / "daemon.log"
@@ -342,12 +342,5 @@ class Lanes:
 
 
 def deal(names: list[str], count: int) -> list[list[str]]:
-    """Models with the same environment in turn to at most `count` lanes, those with one of their own to one each."""
-    lanes: list[list[str]] = []
-    plain = [name for name in names if not MODELS[name].environment]
-    lanes += [plain[first::count] for first in range(min(count, len(plain)))]
-    others: dict[str, list[str]] = {}
-    for name in names:
-        if MODELS[name].environment:
-            others.setdefault(json.dumps(MODELS[name].environment, sort_keys=True), []).append(name)
-    return lanes + list(others.values())
+    """Models in turn to at most `count` lanes."""
+    return [names[first::count] for first in range(min(count, len(names)))]

@@ -14,21 +14,18 @@ from bench.checkpoint_models import CONFIGS
 from bench.checkpoints import llama_config, write_checkpoint
 
 LLAMA = {"hidden": 512, "intermediate": 1024, "layers": 2, "heads": 8, "kv_heads": 4, "vocab": 8192}
-DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "1", "VLLM_DEEP_GEMM_WARMUP": "skip"}
 
 
 class Model(NamedTuple):
     """A checkpoint and how engines are started with it.
 
-    engine: arguments that also stand in the manifest; start: arguments of engines alone. environment: variables of
-    the daemon and of its engines; models with different ones do not share a daemon.
+    engine: arguments that also stand in the manifest; start: arguments of engines alone.
     """
 
     architecture: str = "llama"
     quantization: str | None = None
     engine: dict[str, Any] = {}  # noqa: RUF012
     start: dict[str, Any] = {}  # noqa: RUF012
-    environment: dict[str, str] = {}  # noqa: RUF012
 
 
 _MARLIN = {"linear_backend": "marlin"}
@@ -61,9 +58,6 @@ MODELS: dict[str, Model] = {
     "gptq-marlin": Model("llama", "gptq", _MARLIN),
     "awq-marlin": Model("llama", "awq", _MARLIN),
     "nvfp4": Model("llama", "nvfp4"),
-    # Their kernels are compiled by nvcc on first use.
-    "fp8-block-deepgemm": Model("llama", "fp8-block", environment=DEEP_GEMM),
-    "moe-fp8-block-deepgemm": Model("qwen3-moe", "fp8-block", environment=DEEP_GEMM),
 }
 
 

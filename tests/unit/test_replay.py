@@ -91,7 +91,7 @@ def test_operator_on_real_tensors_is_called_as_ever(ops: Any) -> None:
         lambda t: t.to("cpu"),
         lambda t: t.numpy(),
         lambda t: t[t > 0],
-        torch.unique,
+        lambda t: torch.unique(t, return_counts=True),
         lambda t: t.nonzero(),
     ],
 )
@@ -125,6 +125,14 @@ def test_question_about_tensors_on_the_host_has_its_answer() -> None:
     with on_meta(CPU):
         assert torch.equal(torch.ones(2), torch.ones(2))
         assert bool(torch.ones(1))
+
+
+def test_values_without_memory_are_taken_for_one() -> None:
+    with on_meta(CPU):
+        assert torch.unique(meta(4, 2)).shape == meta(3).unique().shape == (1,)
+        assert torch.unique(torch.tensor([2, 1, 2])).tolist() == [1, 2]
+    with pytest.raises(NotImplementedError):
+        torch.unique(meta(4, 2))
 
 
 def test_vllm_does_not_warn_of_what_the_answers_lead_it_to(caplog: pytest.LogCaptureFixture) -> None:
