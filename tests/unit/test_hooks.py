@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import pytest
@@ -33,8 +35,9 @@ SUITED = {"qkv_proj": "Turning", "o_proj": "Measuring", "gate_up_proj": "InPlace
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm() -> Iterator[None]:
-    # What vLLM warns of while it is imported and configured is not this file's.
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+    # What vLLM warns of while it is imported and configured is not this file's, nor is what it puts into the
+    # environment: its LD_PRELOAD of torch's libraries would be in every process that later tests start.
+    with warnings.catch_warnings(), mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         # As vLLM's CPU worker has it: there is no accelerator.
