@@ -51,7 +51,11 @@ class Client:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Blocking, as the real one: with a timeout of Python's, connect() to a full backlog fails at once.
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s), 0))
-        self.sock.connect(str(path))
+        try:
+            self.sock.connect(str(path))
+        except BaseException:
+            self.sock.close()
+            raise
         self.sock.settimeout(timeout_s)
 
     @classmethod

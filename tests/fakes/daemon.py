@@ -199,6 +199,13 @@ class DaemonProcess:
         with self.client("ctl") as client:
             return client.status()
 
+    def is_ready(self) -> bool:
+        """Whether it serves all its caches; a socket that is not there yet, or not listened on, is no error."""
+        try:
+            return self.status().state == "ready"
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+
     def until(self, condition: Callable[[StatusReply], bool], what: str) -> StatusReply:
         """Wait for a status that fulfils the condition; returns it."""
         seen: list[StatusReply] = []

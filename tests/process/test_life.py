@@ -298,7 +298,7 @@ def test_dead_manager_socket_does_not_stop_the_daemon(make_daemon: Launcher, che
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.env = {"NOTIFY_SOCKET": "@weightcached-test-nobody-listens"}
     daemon.launch()
-    until(lambda: daemon.socket.exists() and daemon.status().state == "ready", "it serves")
+    until(daemon.is_ready, "it serves")
     assert "not in the store, a restart will load it again cache=tiny/target error=" in daemon.log
 
 
@@ -306,7 +306,7 @@ def test_without_a_manager_everything_works(make_daemon: Launcher, checkpoint: P
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.env = {"NOTIFY_SOCKET": ""}
     daemon.launch()
-    until(lambda: daemon.socket.exists() and daemon.status().state == "ready", "it serves")
+    until(daemon.is_ready, "it serves")
     assert "store" not in daemon.log
     assert daemon.stop() == 0
 
