@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,29 +34,34 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def serving(service: Service, checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Service]:
-    """All models of a group on one device: the key picks the cache."""
-    service.manifest(
-        *(
-            {"name": name, "devices": [DEVICE], "engine": {"model": str(checkpoints[name])}}
-            for name in GROUPS[request.param]
+def serve(service: Service, checkpoints: dict[str, Path]) -> Iterator[Callable[[str], None]]:
+    """Have a group's models served beside those before, all on one device: the key picks the cache."""
+    served: list[str] = []
+
+    def serve(group: str) -> None:
+        if group in served:
+            return
+        served.append(group)
+        names = [name for group in served for name in GROUPS[group]]
+        service.manifest(
+            *({"name": name, "devices": [DEVICE], "engine": {"model": str(checkpoints[name])}} for name in names)
         )
-    )
-    service.ctl("start", DEVICE)
-    yield service
+        service.ctl("start" if len(served) == 1 else "reload", DEVICE)
+
+    yield serve
     service.ctl("stop", DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("serving", "name"), [(group, name) for group, names in GROUPS.items() for name in names], indirect=["serving"]
-)
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in GROUPS.items() for name in names])
 def test_attached_model_decodes_as_from_disk(
-    serving: Service, engines: Engines, checkpoints: dict[str, Path], name: str
-) -> None:
+    serve: Callable[[str], None], service: Service, engines: Engines, checkpoints: dict[str, Path], group: str,
+    name: str,
+) -> None:  # fmt: skip
+    serve(group)
     disk = engines.tokens(checkpoints[name])
     assert len({tuple(tokens) for tokens in disk}) == len(disk), "prompts that decode alike would hide wrong weights"
     engines.log()
     assert engines.tokens(checkpoints[name], "ipc_cache", loader={"fallback": False}) == disk
     assert any(f"attached {name}/target generation 1" in line for line in engines.plugin_log())
     engines.ask(close=True)
-    assert "all digests equal" in serving.ctl("verify", f"{name}/target").stdout
+    assert "all digests equal" in service.ctl("verify", f"{name}/target").stdout
