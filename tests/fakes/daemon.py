@@ -202,7 +202,9 @@ class DaemonProcess:
     def is_ready(self) -> bool:
         """Whether it serves all its caches; a socket that is not there yet, or not listened on, is no error."""
         try:
-            return self.status().state == "ready"
+            status = self.status()
+            # Before it has read its manifest there is nothing that could be missing.
+            return bool(status.caches) and status.state == "ready"
         except (FileNotFoundError, ConnectionRefusedError):
             return False
 
