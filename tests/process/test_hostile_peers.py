@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import statistics
 import struct
@@ -246,12 +247,14 @@ def test_descriptor_that_is_slow_to_close_holds_nobody_up(daemon: DaemonProcess,
     sock, listener = lingering()
     with listener, raw(daemon) if packet == "never-welcomed" else daemon.client() as client:
         if packet == "unread":
-            # The first of them ends the connection, the last is never looked at.
+            # The first of them ends the connection, the last is never looked at: both are there before it looks.
+            daemon.signal(signal.SIGSTOP)
             client.send_raw(b"x")
         data = b"\xc1large" if packet == "memfd" else encode(Status())
         client.send_raw(data, [sock.fileno()] * (1 if packet == "memfd" else 3))
         sock.close()
         if packet == "unread":
+            daemon.signal(signal.SIGCONT)
             assert isinstance(client.receive(), Refused)
         client.close()
         began_s = time.monotonic()

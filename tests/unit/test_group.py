@@ -57,7 +57,15 @@ def both(act: Callable[[int], Any]) -> list[Any]:
 
 
 def test_every_rank_hears_what_all_said(port: int) -> None:
-    assert both(lambda rank: peers(rank, port).meet("here", f"I am {rank}")) == [["I am 0", "I am 1"]] * 2
+    kept = []
+
+    def meet(rank: int) -> Any:
+        rank_of_world = peers(rank, port)
+        # Whoever serves the place stays until the other has read it all, as a loader that packs does.
+        kept.append(rank_of_world)
+        return rank_of_world.meet("here", f"I am {rank}")
+
+    assert both(meet) == [["I am 0", "I am 1"]] * 2
 
 
 def test_rank_that_does_not_come_is_named_with_its_device(port: int) -> None:
