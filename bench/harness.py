@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weightcached import index as index_format
 from weightcached.errors import WeightcachedError
+from weightcached.handout import read_index
 from weightcached.index import TensorIndex
 from weightcached.install import source
 from weightcached.paths import socket_path
 from weightcached.wire.client import Connection
-from weightcached.wire.fds import close_all, read_sealed
-from weightcached.wire.messages import Ready, Status, StatusReply, Verify
+from weightcached.wire.messages import Status, StatusReply
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT_START_TIMEOUT_S = 600.0
@@ -134,15 +133,7 @@ class Unit:
 
     def index(self) -> TensorIndex:
         """The index of the generation that is served."""
-        with self.connect() as connection:
-            ready = connection.request(Verify(cache="bench/target"), 10.0)
-            if not isinstance(ready, Ready):
-                raise WeightcachedError(f"bench/target is not ready: {ready}")
-            fds = connection.receive_descriptors(ready.descriptors, 10.0)
-            try:
-                return index_format.decode(read_sealed(fds[0].fileno(), max_nbytes=index_format.MAX_INDEX_BYTES))
-            finally:
-                close_all(fds)
+        return read_index(self.device, "bench/target", for_what="measured", socket_dir=self.socket_dir, timeout_s=10.0)
 
     def bytes_read_since(self, since: float) -> int:
         """Checkpoint bytes that the loader counted for what is served, if it loaded after `since` (epoch seconds)."""

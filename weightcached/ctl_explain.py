@@ -12,10 +12,9 @@ from typing import Any
 
 from weightcached.ctl_status import bytes_text, columns, progress_text, seconds_text
 from weightcached.errors import WeightcachedError
-from weightcached.handout import hand_out
+from weightcached.handout import read_index
 from weightcached.index import ModulePlan, TensorIndex
 from weightcached.mutable import reasons
-from weightcached.wire.fds import close_all
 from weightcached.wire.messages import CacheStatus, StatusReply
 
 SHOWN_NAMES = 3
@@ -44,11 +43,9 @@ def _report(device: str, status: CacheStatus) -> Report:
     if not status.generation:
         return Report(device, status, None, status.error or f"no generation is served, its state is {status.state}")
     try:
-        handout = hand_out(device, status.name, for_what="explained")
+        return Report(device, status, read_index(device, status.name, for_what="explained"), "")
     except WeightcachedError as e:
         return Report(device, status, None, str(e))
-    close_all(handout.fds)
-    return Report(device, status, handout.index, "")
 
 
 def path_of_refusal(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +15,7 @@ from weightcached.wire.client import Connection
 from weightcached.wire.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.messages import Ready, Refused, Verify
 
-_TIMEOUT_S = 30.0
+TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,20 @@ class Handout:
     fds: list[OwnedFd]
 
 
-def hand_out(device: str, cache: str, *, for_what: str) -> Handout:
-    """Ask the device's daemon. for_what: what the caller wants, as a past participle, for messages.
+def hand_out(
+    device: str, cache: str, *, for_what: str, socket_dir: Path | None = None, timeout_s: float = TIMEOUT_S
+) -> Handout:
+    """Ask the device's daemon.
 
-    Raises WeightCacheUnavailableError where no daemon or no such generation is, ProtocolError and IndexFormatError
-    for what a daemon must not hand out.
+    for_what: what the caller wants, as a past participle, for messages; timeout_s: for each answer. Raises
+    WeightCacheUnavailableError where no daemon or no such generation is, ProtocolError and IndexFormatError for what a
+    daemon must not hand out.
     """
-    with Connection.connect(socket_path(device), timeout_s=_TIMEOUT_S, purpose="ctl") as connection:
-        ready = connection.request(Verify(cache=cache), _TIMEOUT_S)
+    with Connection.connect(socket_path(device, socket_dir), timeout_s=timeout_s, purpose="ctl") as connection:
+        ready = connection.request(Verify(cache=cache), timeout_s)
         if not isinstance(ready, Ready):
             raise WeightCacheUnavailableError(f"{cache} on {device} cannot be {for_what}: {_why(ready)}")
-        fds = connection.receive_descriptors(ready.descriptors, _TIMEOUT_S)
+        fds = connection.receive_descriptors(ready.descriptors, timeout_s)
     try:
         if not fds:
             raise ProtocolError(f"{cache}: the daemon handed out no index")
@@ -47,6 +51,15 @@ def hand_out(device: str, cache: str, *, for_what: str) -> Handout:
         close_all(fds)
         raise
     return Handout(ready, index, fds)
+
+
+def read_index(
+    device: str, cache: str, *, for_what: str, socket_dir: Path | None = None, timeout_s: float = TIMEOUT_S
+) -> TensorIndex:
+    """The index alone; raises as hand_out() does."""
+    handout = hand_out(device, cache, for_what=for_what, socket_dir=socket_dir, timeout_s=timeout_s)
+    close_all(handout.fds)
+    return handout.index
 
 
 def _read_index(fd: OwnedFd, cache: str) -> TensorIndex:

@@ -17,11 +17,10 @@ import pytest
 
 from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, ENVIRONMENT, ROOT, checkpoint
 from tests.fakes.drafts import Maker, Shape, write_eagle, write_llama
-from weightcached import index as index_format
 from weightcached.errors import WeightcachedError
+from weightcached.handout import read_index
 from weightcached.wire.client import Connection
-from weightcached.wire.fds import close_all, read_sealed
-from weightcached.wire.messages import Ready, Status, StatusReply, Verify
+from weightcached.wire.messages import Status, StatusReply
 
 RANKS = 2
 PORT = 29_610
@@ -115,12 +114,8 @@ class Node:
 
     def digests(self) -> dict[str, str]:
         """By tensor."""
-        with Connection.connect(self.socket, timeout_s=5.0, purpose="ctl") as connection:
-            ready = connection.request(Verify(cache="m/target"), 10.0)
-            assert isinstance(ready, Ready), ready
-            fds = connection.receive_descriptors(ready.descriptors, 10.0)
-            index = index_format.decode(read_sealed(fds[0].fileno(), max_nbytes=index_format.MAX_INDEX_BYTES))
-            close_all(fds)
+        directory = self.socket.parent
+        index = read_index(self.socket.stem, "m/target", for_what="compared", socket_dir=directory, timeout_s=10.0)
         return {t.names[0]: index.storages[t.storage].digest.hex() for t in index.tensors if t.storage is not None}
 
     def close(self) -> None:

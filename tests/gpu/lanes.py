@@ -26,12 +26,11 @@ from typing import Any
 
 from tests.engine.conftest import ENVIRONMENT, ROOT, Engines
 from tests.gpu.models import MODELS
-from weightcached import index as index_format
 from weightcached.errors import WeightcachedError
+from weightcached.handout import read_index
 from weightcached.paths import socket_path
 from weightcached.wire.client import Connection
-from weightcached.wire.fds import close_all, read_sealed
-from weightcached.wire.messages import Ready, Status, StatusReply, Verify
+from weightcached.wire.messages import Status, StatusReply
 
 PROMPTS, TOKENS, BURST_TOKENS = 8, 32, 200 * 8
 # The first answer of a process includes vLLM's imports, and kernels that are compiled on first use.
@@ -239,16 +238,10 @@ class Lane:
         return Connection.connect(path, timeout_s=5.0, purpose="ctl")
 
     def _read_index(self, result: Result) -> None:
-        with self._connect() as connection:
-            ready = connection.request(Verify(cache=f"{result.model}/target"), 10.0)
-            if not isinstance(ready, Ready):
-                raise StepError(f"no index: {ready}")
-            fds = connection.receive_descriptors(ready.descriptors, 10.0)
-            try:
-                data = read_sealed(fds[0].fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
-            finally:
-                close_all(fds)
-        index = index_format.decode(data)
+        index = read_index(
+            self._device, f"{result.model}/target", for_what="looked at", timeout_s=10.0,
+            socket_dir=self._runtime / "weightcached",
+        )  # fmt: skip
         result.stage, result.nbytes = index.stage, index.nbytes
         result.private_nbytes = sum(segment.nbytes for segment in index.segments if segment.private)
         plans = [f"{plan.method.rpartition('.')[2] or 'values'} {plan.plan}" for plan in index.modules]

@@ -23,10 +23,10 @@ from tests.gpu.conftest import visible
 from tests.gpu.test_engines import ENGINE, make
 from tests.systemd.manager import PrivateManager
 from weightcached import index as index_format
+from weightcached.handout import hand_out
 from weightcached.paths import socket_path
-from weightcached.wire.client import Connection
-from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd
-from weightcached.wire.messages import Descriptors, Ready, Request, Status, Verify, encode
+from weightcached.wire.fds import OwnedFd, close_all, sealed_memfd
+from weightcached.wire.messages import Descriptors, Request, Status, encode
 
 CACHE = "bf16/target"
 GIB = 1 << 30
@@ -81,17 +81,12 @@ def handing_out(socket: Path, tamper: Tamper) -> Script:
         if isinstance(request, Status):
             yield status(socket.stem)
             return
-        with Connection.connect(socket, timeout_s=10.0, purpose="ctl") as daemon:
-            ready = daemon.request(Verify(cache=CACHE), 10.0)
-            assert isinstance(ready, Ready)
-            fds = daemon.receive_descriptors(ready.descriptors, 10.0)
-        with fds.pop(0) as index_fd:
-            index = index_format.decode(read_sealed(index_fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES))
-        index, fds = tamper(index, fds)
+        handout = hand_out(socket.stem, CACHE, for_what="tampered with", socket_dir=socket.parent, timeout_s=10.0)
+        index, fds = tamper(handout.index, handout.fds)
         data = index_format.encode(index)
         fds.insert(0, sealed_memfd("index", data))
         yield msgspec.structs.replace(
-            ready, index_digest=index_format.digest_of(data), segment_nbytes=[s.nbytes for s in index.segments]
+            handout.ready, index_digest=index_format.digest_of(data), segment_nbytes=[s.nbytes for s in index.segments]
         )
         yield Packet(encode(Descriptors(first=0)), [fd.fileno() for fd in fds])
         close_all(fds)
