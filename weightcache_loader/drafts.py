@@ -15,11 +15,7 @@ from weightcached.speculative import CACHED_METHODS
 def is_draft(vllm_config: Any, model_config: Any) -> bool:
     """Whether `model_config` is the draft's. Methods without a model of their own have the target's there."""
     spec = vllm_config.speculative_config
-    return (
-        spec is not None
-        and model_config is spec.draft_model_config
-        and spec.draft_model_config is not (spec.target_model_config)
-    )
+    return spec is not None and model_config is spec.draft_model_config and model_config is not spec.target_model_config
 
 
 def method_of(vllm_config: Any) -> str | None:

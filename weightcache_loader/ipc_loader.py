@@ -79,6 +79,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             # vLLM asks once, the target's loader, for both; the draft's own is made later, from the same options.
             if isinstance(loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader):
                 total += loader._external_bytes(config, config.speculative_config.draft_model_config)
+        if total:
+            engine.freeze_heap()
         return total
 
     def _external_bytes(self, vllm_config: Any, model_config: Any) -> int:
@@ -88,7 +90,6 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         decision = self._decide(vllm_config, model_config)
         if decision.attachment is None:
             return 0
-        engine.freeze_heap()
         return sum(s.nbytes for s in decision.attachment.tensor_index.segments if not s.private)
 
     def download_model(self, model_config: Any) -> None:

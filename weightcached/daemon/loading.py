@@ -112,7 +112,9 @@ class LoaderRun:
         self._name = request.cache
         self._on_progress = on_progress
         self._on_key = on_key
-        self._turn = turn
+        self._turn = turn or asyncio.Event()
+        if turn is None:
+            self._turn.set()
         self._stall_timeout_s = stall_timeout_s
         self._command = list(command or (request.python or sys.executable, "-m", "weightcached.loader"))
         self._deadline_s = 0.0
@@ -128,7 +130,7 @@ class LoaderRun:
         try:
             with ours:
                 with theirs:
-                    child = self._start(theirs.fileno())
+                    child = self._start(theirs.fileno(), waits=waits)
                 ours.setblocking(False)
                 async with child, self._turn_given(ours, waits=waits):
                     await self._receive(ours, child)
@@ -141,9 +143,9 @@ class LoaderRun:
             close_all([*self._segments, *([self._index] if self._index else [])])
             raise
 
-    def _start(self, socket_fd: int) -> Child:
+    def _start(self, socket_fd: int, *, waits: bool) -> Child:
         request = self._request
-        job = encode_job(request.job(socket_fd, waits=self._waits))
+        job = encode_job(request.job(socket_fd, waits=waits))
         try:
             child = Child(self._command, self._name, stdin=job, device=request.device, pass_fds=[socket_fd])
         except OSError as e:
@@ -157,18 +159,17 @@ class LoaderRun:
 
     @property
     def _waits(self) -> bool:
-        return self._turn is not None and not self._turn.is_set()
+        return not self._turn.is_set()
 
     @contextlib.asynccontextmanager
     async def _turn_given(self, ours: socket.socket, *, waits: bool) -> AsyncIterator[None]:
         """Tell a waiting child when its turn has come."""
-        if not waits or self._turn is None:
+        if not waits:
             yield
             return
-        turn = self._turn
 
         async def give() -> None:
-            await turn.wait()
+            await self._turn.wait()
             self._deadline_s = asyncio.get_running_loop().time() + self._stall_timeout_s
             # A child that has ended meanwhile is its receiver's business.
             with contextlib.suppress(OSError):

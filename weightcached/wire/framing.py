@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import array
 import socket
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from weightcached.errors import ProtocolError
 from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd, sealed_nbytes
@@ -24,6 +24,7 @@ MAX_LARGE_BYTES = 16 * 1024 * 1024
 MAX_REQUEST_BYTES = 1024 * 1024
 # Not a msgpack map or array, so it cannot begin a message.
 _LARGE = b"\xc1large"
+_T = TypeVar("_T")
 _FD_BYTES = array.array("i").itemsize
 
 
@@ -76,17 +77,20 @@ def is_large(packet: Packet) -> bool:
 
 def large_nbytes(packet: Packet, *, max_nbytes: int) -> int:
     """How long the message of a large packet is. Raises ProtocolError if it is unsealed or longer than that."""
-    try:
-        return sealed_nbytes(packet.fds[0].fileno(), max_nbytes=max_nbytes)
-    except ValueError as e:
-        raise ProtocolError(f"message in a memfd: {e}") from e
+    return _of_memfd(sealed_nbytes, packet.fds[0], max_nbytes)
 
 
 def read_large(packet: Packet, *, max_nbytes: int) -> Packet:
     """The message of a large packet, whose descriptor is closed. Raises as large_nbytes() does."""
     with packet.fds[0] as large:
-        large_nbytes(packet, max_nbytes=max_nbytes)
-        return Packet(read_sealed(large.fileno(), max_nbytes=max_nbytes), [])
+        return Packet(_of_memfd(read_sealed, large, max_nbytes), [])
+
+
+def _of_memfd(ask: Callable[..., _T], fd: OwnedFd, max_nbytes: int) -> _T:
+    try:
+        return ask(fd.fileno(), max_nbytes=max_nbytes)
+    except ValueError as e:
+        raise ProtocolError(f"message in a memfd: {e}") from e
 
 
 def recv_unread(sock: socket.socket, *, max_fds: int) -> Packet:
