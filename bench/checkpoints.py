@@ -52,6 +52,16 @@ def llama_config(
     }
 
 
+def with_experts(config: dict[str, Any], count: int) -> dict[str, Any]:
+    """A Llama configuration as that of a Mixtral with `count` experts in each layer, two of them for each token."""
+    return config | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": count,
+        "num_experts_per_tok": 2,
+    }
+
+
 def llama_tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the checkpoint's tensors, in file order."""
     hidden, head = config["hidden_size"], config["head_dim"]
@@ -160,12 +170,7 @@ def llama(
         dtype=dtype, tied=tied,
     )  # fmt: skip
     if experts:
-        config |= {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "num_local_experts": experts,
-            "num_experts_per_tok": 2,
-        }
+        config = with_experts(config, experts)
     nbytes = write_checkpoint(path, config, shards=shards, seed=seed, device=device, quantization=quantization)
     click.echo(f"{path}: {nbytes / 2**30:.2f} GiB in {shards} shards")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,36 @@ class Service:
                 return
             time.sleep(0.1)
         raise AssertionError(f"{device} did not become ready: {status.stdout}{status.stderr}")
+
+
+def answers_of_ranks(
+    module: str, argument: str, question: str, base: Path, environments: Sequence[dict[str, str]]
+) -> list[Any]:
+    """Ask one process for each rank, `python -m tests.engine.MODULE RANK ARGUMENT`; their answers, by rank.
+
+    environments: what each has besides the tests' own; logs go to `base`.
+    """
+    ranks = range(len(environments))
+    with contextlib.ExitStack() as stack:
+        children = []
+        for rank, more in zip(ranks, environments, strict=True):
+            log = stack.enter_context(open(base / f"log{rank}", "wb"))
+            child = subprocess.Popen(
+                [sys.executable, "-m", f"tests.engine.{module}", str(rank), argument], cwd=ROOT, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=log, text=True,
+                env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"} | more,
+            )  # fmt: skip
+            stack.callback(child.wait)
+            stack.callback(child.kill)
+            children.append(child)
+            assert child.stdin
+            child.stdin.write(question)
+            child.stdin.close()
+            child.stdin = None
+        answers = [child.communicate(timeout=ANSWER_TIMEOUT_S)[0] for child in children]
+    said = [(base / f"log{rank}").read_text()[-2000:] for rank in ranks]
+    assert [child.returncode for child in children] == [0 for _ in ranks], "\n".join(said)
+    return [json.loads(answer) for answer in answers]
 
 
 def checkpoint(path: Path, *, tied: bool, dtype: str, seed: int = 0, shards: int = 3) -> Path:

@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from tests.engine.answers import open_channel
 from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, Script, Silence, StubDaemon, cache, status, welcome
 from weightcached import index as index_format
@@ -429,9 +430,7 @@ STORIES = {f.__name__: f for f in (
 
 def main() -> None:
     """Answer questions until standard input ends. The argument is a checkpoint."""
-    # vLLM prints to standard output; answers go to a copy of it that nobody else has.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    say = open_channel()
     torch.set_num_threads(1)
     from weightcached.loader.rank import solo_rank
 
@@ -446,9 +445,7 @@ def main() -> None:
             else:
                 with CASES[question["case"]](process):
                     answer = process.load(question["options"])
-            text = json.dumps(answer).replace(str(process.directory), "DIR")
-            out.write(f"ANSWER {text}\n")
-            out.flush()
+            say(answer, process.directory)
     shutil.rmtree(process.directory)
     os._exit(0)
 

@@ -20,6 +20,7 @@ import sys
 from typing import Any
 
 from bench.generate import prompts
+from tests.engine.answers import open_channel
 
 
 class Host:
@@ -181,15 +182,11 @@ CALLS = {
 def main() -> None:
     """Answer commands until standard input ends."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # vLLM prints to standard output; answers go to a copy of it that nobody else has.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    say = open_channel()
     host = Host()
     for line in sys.stdin:
         command = json.loads(line)
-        answer = host.answer(command) | {"number": command["number"]}
-        out.write(f"ANSWER {json.dumps(answer)}\n")
-        out.flush()
+        say(host.answer(command) | {"number": command["number"]})
     # Not through the interpreter's shutdown: vLLM's threads take their time there.
     os._exit(0)
 

@@ -19,6 +19,8 @@ from unittest import mock
 
 import msgspec
 
+from tests.engine.answers import open_channel
+
 DEFAULTS = {"enforce_eager": True, "max_model_len": 256}
 
 
@@ -84,12 +86,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer questions until standard input ends."""
-    # vLLM prints to standard output; answers go to a copy of it that nobody else has.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    say = open_channel()
     for line in sys.stdin:
-        out.write(f"ANSWER {json.dumps(answer(json.loads(line)))}\n")
-        out.flush()
+        say(answer(json.loads(line)))
     os._exit(0)
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from tests.engine.answers import open_channel
 from tests.engine.fallbacks import CASES, Process, daemon, handing_out, mapping_is_told
 
 WORLD_SIZE = 2
@@ -28,8 +29,7 @@ def brought_about(process: Process, case: str) -> Iterator[None]:
 
 def main() -> None:
     """Answer questions until standard input ends."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    say = open_channel()
     rank, port, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     # vLLM's workers agree on this; it names the memory that its own collectives share.
     os.environ["VLLM_DIST_IDENT"] = port
@@ -45,8 +45,7 @@ def main() -> None:
             question = json.loads(line)
             with brought_about(process, question["case"]):
                 answer = process.load(question["options"])
-            out.write(f"ANSWER {json.dumps(answer).replace(str(process.directory), 'DIR')}\n")
-            out.flush()
+            say(answer, process.directory)
     os._exit(0)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from typing import Any
 
 from bench.generate import prompts
+from tests.engine.answers import open_channel
 
 PROMPTS, TOKENS = 3, 16
 
@@ -55,12 +55,9 @@ async def answer(engine: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer until standard input ends."""
-    # vLLM prints to standard output; answers go to a copy of it that nobody else has.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    say = open_channel()
     for line in sys.stdin:
-        out.write(f"ANSWER {json.dumps(asyncio.run(answer(json.loads(line)['engine'])))}\n")
-        out.flush()
+        say(asyncio.run(answer(json.loads(line)["engine"])))
 
 
 if __name__ == "__main__":

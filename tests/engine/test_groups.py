@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, ENVIRONMENT, ROOT, checkpoint
+from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, ENVIRONMENT, ROOT, answers_of_ranks, checkpoint
 from tests.fakes.drafts import Maker, Shape, write_eagle, write_llama
 from weightcached.errors import WeightcachedError
 from weightcached.handout import read_index
@@ -42,26 +42,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict
         "speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": 2},
     }
     cases = json.dumps([{"name": role, "role": role, "engine": engine} for role in ("target", "draft")])
-    with contextlib.ExitStack() as stack:
-        children = []
-        for rank in range(RANKS):
-            log = stack.enter_context(open(base / f"log{rank}", "wb"))
-            child = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.group_ranks", str(rank), str(PORT)], cwd=ROOT,
-                env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=log, text=True,
-            )  # fmt: skip
-            stack.callback(child.wait)
-            stack.callback(child.kill)
-            children.append(child)
-            assert child.stdin
-            child.stdin.write(cases)
-            child.stdin.close()
-            child.stdin = None
-        answers = [child.communicate(timeout=ANSWER_TIMEOUT_S)[0] for child in children]
-    said = [(base / f"log{rank}").read_text()[-2000:] for rank in range(RANKS)]
-    assert [child.returncode for child in children] == [0] * RANKS, "\n".join(said)
-    return [json.loads(answer) for answer in answers]
+    return answers_of_ranks("group_ranks", str(PORT), cases, base, [{}] * RANKS)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

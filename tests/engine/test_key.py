@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.checkpoints import llama_config, write_checkpoint
+from bench.checkpoints import llama_config, with_experts, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
 
 SKELETON = "skeleton"
@@ -62,12 +62,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     config = llama_config(
         hidden=64, intermediate=128, layers=4, heads=4, kv_heads=2, vocab=256, dtype="bfloat16", tied=False
     )
-    experts = {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }  # fmt: skip
     write_checkpoint(base / "dense", config)
-    write_checkpoint(base / "experts", config | experts)
+    write_checkpoint(base / "experts", with_experts(config, 4))
     write_checkpoint(base / "code", config | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}})
     (base / "code/modeling_own.py").write_text("A = 1\n")
     return {path.name: path for path in base.iterdir()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.checkpoints import llama_config, write_checkpoint
+from bench.checkpoints import llama_config, with_experts, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ROOT, Engines, Service
 from tests.engine.replicas import PROMPTS, TOKENS
 
@@ -31,12 +31,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     config = llama_config(
         hidden=256, intermediate=128, layers=4, heads=8, kv_heads=4, vocab=1024, dtype="bfloat16", tied=False
     )
-    experts = {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }  # fmt: skip
     write_checkpoint(base / "dense", config, seed=4)
-    write_checkpoint(base / "mixture", config | experts, seed=5)
+    write_checkpoint(base / "mixture", with_experts(config, 8), seed=5)
     return {name: base / name for name in LAYOUTS}
 
 

@@ -11,20 +11,18 @@ from typing import Any
 
 import pytest
 
-from bench.checkpoints import llama_config, write_checkpoint
+from bench.checkpoints import llama_config, with_experts, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
 from weightcached.placement import PlacementError, layout_of
 
-MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+EXPERTS = 8
 
 
-def model(path: Path, **more: Any) -> Path:
+def model(path: Path, *, experts: int = 0) -> Path:
     config = llama_config(
         hidden=64, intermediate=64, layers=4, heads=8, kv_heads=8, vocab=128, dtype="bfloat16", tied=False
     )
-    write_checkpoint(path, config | more)
+    write_checkpoint(path, with_experts(config, experts) if experts else config)
     return path
 
 
@@ -52,7 +50,7 @@ def layouts() -> list[dict[str, Any]]:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], bool, dict[str, Any]]]:
     """(engine arguments, whether the model has experts, vLLM's answer)."""
     base = tmp_path_factory.mktemp("layouts")
-    moe, dense = str(model(base / "moe", **MIXTRAL)), str(model(base / "dense"))
+    moe, dense = str(model(base / "moe", experts=EXPERTS)), str(model(base / "dense"))
     asked = [{"model": moe, **layout} for layout in layouts()]
     asked += [{"model": dense, "data_parallel_size": 2, "tensor_parallel_size": tp} for tp in (1, 2)]
     import os

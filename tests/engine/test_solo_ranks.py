@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
-from tests.engine.deepseek import write_deepseek
-from tests.engine.test_placement_oracle import MIXTRAL, model
+from bench.checkpoint_models import deepseek_config
+from bench.checkpoints import write_checkpoint
+from tests.engine.conftest import answers_of_ranks
+from tests.engine.test_placement_oracle import EXPERTS, model
 
 RANKS = 4
+# Of the latent sizes, which attention kernels are made for, only the queries' is smaller.
+SMALL_MLA = {
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "vocab_size": 128,
+    "max_position_embeddings": 512, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dense_tp2": ("dense", 2, {"tensor_parallel_size": 2}),
     "dense_tp4": ("dense", 4, {"tensor_parallel_size": 4}),
@@ -36,43 +39,16 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
     """By rank, by layout: digests in the group, and alone."""
     base = tmp_path_factory.mktemp("ranks")
-    models = {
-        "dense": model(base / "dense"), "moe": model(base / "moe", **MIXTRAL), "mla": write_deepseek(base / "mla"),
-    }  # fmt: skip
+    models = {"dense": model(base / "dense"), "moe": model(base / "moe", experts=EXPERTS), "mla": base / "mla"}
+    write_checkpoint(models["mla"], deepseek_config() | SMALL_MLA, seed=6)
     common = {"max_model_len": 64, "enforce_eager": True}
     cases = [
         {"name": name, "world": world, "engine": {"model": str(models[which]), **common, **sizes}}
         for name, (which, world, sizes) in LAYOUTS.items()
     ]
     # Another instance each: vLLM would use shared memory among ranks of one, which needs an engine around it.
-    environment = [
-        os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": f"r{n}"} for n in range(RANKS)
-    ]
-    with contextlib.ExitStack() as stack:
-        children = []
-        for rank in range(RANKS):
-            log = stack.enter_context(open(base / f"log{rank}", "wb"))
-            command = [sys.executable, "-m", "tests.engine.rank_tensors", str(rank), str(base)]
-            child = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment[rank],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-            stack.callback(child.wait)
-            stack.callback(child.kill)
-            children.append(child)
-            assert child.stdin
-            child.stdin.write(json.dumps(cases))
-            child.stdin.close()
-            child.stdin = None
-        answers = [child.communicate(timeout=ANSWER_TIMEOUT_S)[0] for child in children]
-    said = [(base / f"log{rank}").read_text()[-2000:] for rank in range(RANKS)]
-    assert [child.returncode for child in children] == [0] * RANKS, "\n".join(said)
-    return [json.loads(answer) for answer in answers]
+    environments = [{"VLLM_DIST_IDENT": f"r{rank}"} for rank in range(RANKS)]
+    return answers_of_ranks("rank_tensors", str(base), json.dumps(cases), base, environments)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

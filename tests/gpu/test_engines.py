@@ -34,14 +34,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(
-    path: Path, *, tied: bool = False, experts: int = 0, quantization: str | None = None, seed: int = 0, **shape: int
-) -> Path:
+def make(path: Path, *, tied: bool = False, **shape: int) -> Path:
     config = llama_config(**(SHAPE | shape), dtype="bfloat16", tied=tied)
-    if experts:
-        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-        config |= {"num_local_experts": experts, "num_experts_per_tok": 2}
-    write_checkpoint(path, config, shards=2, seed=seed, device="cuda", quantization=quantization)
+    write_checkpoint(path, config, shards=2, device="cuda")
     return path
 
 
