@@ -18,7 +18,6 @@ from bench.attach import Memory
 from bench.checkpoints import llama_config, write_checkpoint
 from bench.harness import Engine
 from tests.engine.conftest import ROOT, Engines, Service
-from tests.gpu.conftest import visible
 from tests.systemd.manager import PrivateManager
 
 ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True}
@@ -149,27 +148,3 @@ def test_engine_in_its_own_namespaces_attaches(
     prefix = (*apart, sys.executable, "-c", loopback)
     with Engine(str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "log", prefix=prefix) as engine:
         assert engine.first["tokens"] == disk
-
-
-def test_two_tensor_parallel_ranks_on_two_gpus(
-    service: Service, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus = visible()
-    if len(gpus) < 2:
-        pytest.skip("this machine has one GPU")
-    for name, value in service.env.items():
-        monkeypatch.setenv(name, value)
-    options: dict[str, Any] = ENGINE | {"tensor_parallel_size": 2}
-    with Engine(str(checkpoints["bf16"]), "auto", options, tmp_path / "disk") as disk:
-        expected = disk.first["tokens"]
-    service.ctl("stop", gpus[0], check=False)
-    model = {"model": str(checkpoints["bf16"]), "max_model_len": 1024, "tensor_parallel_size": 2}
-    service.manifest({"name": "two", "devices": gpus[:2], "engine": model})
-    try:
-        service.ctl("start", *gpus[:2])
-        options["model_loader_extra_config"] = {"fallback": False}
-        with Engine(str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "attached") as attached:
-            assert attached.first["tokens"] == expected
-            assert len(attached.first["loads"]) == 2
-    finally:
-        service.ctl("stop", *gpus[:2], check=False)
