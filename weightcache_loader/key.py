@@ -8,10 +8,14 @@ table of which field guards which fault, and of what is left out on purpose.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import importlib.util
 import json
 import os
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,9 +38,12 @@ _HARMLESS_ENVIRONMENT = re.compile(
     r"|THRESHOLD|SIMULATION|LOW_PRECISION_COMBINE|ATOMIC_ADD|MAX_TOKENS_PER_EXPERT|GROUPED_TOPK|SKIP_PADDING|DUAL_STREAM"
     r"|GEMM_AR|GEMM_RS|CHUNKED_LOCAL|CHUNK_SIZE|DECODE_KERNEL)"
 )
-_LIBRARIES = (
-    "triton", "flashinfer-python", "deep-gemm", "compressed-tensors", "torchao", "bitsandbytes", "transformers", "gguf",
-)  # fmt: skip
+# Each library's module and distribution.
+_LIBRARIES = {
+    "triton": "triton", "flashinfer": "flashinfer-python", "deep_gemm": "deep-gemm", "torchao": "torchao",
+    "compressed_tensors": "compressed-tensors", "bitsandbytes": "bitsandbytes", "transformers": "transformers",
+    "gguf": "gguf",
+}  # fmt: skip
 # What a checkpoint's config.json says about generation, training and its own origin. No layer reads it.
 _HARMLESS_CONFIG = frozenset(
     {
@@ -102,7 +109,7 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
         kernel_backends=_kernel_backends(vllm_config),
         environment=layout_environment(),
         additional_config=_additional(vllm_config),
-        versions=_versions(),
+        versions=dict(_versions()),
         device_name=device_name,
         compute_capability=capability,
         code_revision=_code_revision(model_config, checkpoint.root),
@@ -219,15 +226,17 @@ def _code_revision(model_config: Any, root: str) -> str:
     return f"{getattr(model_config, 'code_revision', ABSENT)} {digest.hexdigest()}"
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     import vllm
 
     versions = {"vllm": vllm.__version__, "torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
-    for library in _LIBRARIES:
-        try:
-            versions[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            versions[library] = ABSENT
+    for module, library in _LIBRARIES.items():
+        versions[library] = ABSENT
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            # A distribution that is not there is looked for in every directory of sys.path, which takes milliseconds.
+            if module in sys.modules or importlib.util.find_spec(module) is not None:
+                versions[library] = metadata.version(library)
     return versions
 
 
