@@ -154,9 +154,11 @@ def test_cache_without_room_names_needed_free_and_holder(
     service.ctl("reload", device)
 
 
-def test_unknown_gpu_is_named_beside_those_that_are_there(service: Service, device: str) -> None:
+def test_unknown_gpu_is_named_beside_those_that_are_there(
+    service: Service, models: dict[str, Path], device: str
+) -> None:
     unknown = "GPU-00000000-0000-0000-0000-000000000000"
-    service.manifest(entry("bf16", device, Path("/nonexistent")), entry("lost", unknown, Path("/nonexistent")))
+    service.manifest(entry("bf16", device, models["bf16"]), entry("lost", unknown, models["bf16"]))
     started = service.ctl("start", unknown, check=False)
     said = started.stdout + started.stderr
     assert started.returncode != 0
