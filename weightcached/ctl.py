@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -329,7 +330,7 @@ def install() -> None:
         click.echo("no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'")
     manifest = outcomes[-1].path
     click.echo(
-        f"next:\n  edit {manifest}\n  loginctl enable-linger\n  weightcachectl doctor\n"
+        f"next:\n  edit {manifest}\n  loginctl enable-linger {os.getuid()}\n  weightcachectl doctor\n"
         "  systemctl --user enable weightcached@DEVICE.service\n  weightcachectl start DEVICE"
     )
 

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from weightcached.ctl_progress import ProgressDisplay
 from weightcached.ctl_status import ask_status
 from weightcached.errors import WeightcachedError
+from weightcached.paths import session_environment
 
 Verb = Literal["start", "stop", "restart"]
 COMMAND_TIMEOUT_S = 30.0
@@ -45,7 +46,12 @@ def systemctl(*arguments: str) -> str:
     """Output of `systemctl --user`. Raises UnitError with systemctl's own words."""
     try:
         done = subprocess.run(
-            ["systemctl", "--user", *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+            ["systemctl", "--user", *arguments],
+            env=session_environment(),
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError as e:
         raise UnitError("systemctl is not installed: run 'weightcached preload' without systemd instead") from e

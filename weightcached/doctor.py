@@ -123,7 +123,8 @@ def _session() -> Iterator[Finding]:
         yield Finding("linger", "ok", "units of this user run without a login")
     else:
         text = "off: units of this user, and what they hold, end with the last login"
-        yield Finding("linger", "warn", text, f"loginctl enable-linger {uid}")
+        # Without polkit logind grants that to root alone. Without the number it is for whom the session belongs to.
+        yield Finding("linger", "warn", text, f"loginctl enable-linger {uid} (as root where that is denied)")
     yield _xdg_runtime_dir(uid)
 
 

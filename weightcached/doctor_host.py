@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from weightcached.paths import session_environment
+
 COMMAND_TIMEOUT_S = 20.0
 LINGER_DIR = Path("/var/lib/systemd/linger")
 _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("'"): "\\'"}
@@ -17,7 +19,8 @@ _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("'"): "\\'"}
 def output(*command: str) -> str | None:
     """What a command prints, whatever its exit status; None where it is missing, silent or hangs."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        env = session_environment()
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weightcached.errors import WeightcachedError
+from weightcached.paths import session_environment
 
 UNITS = ("weightcached@.service", "weightcached-exporter.service", "weightcached.target")
 MANIFEST = "manifest.yaml"
@@ -90,7 +91,8 @@ def is_unmodified(text: str) -> bool:
 def reload_manager() -> bool:
     """Have the user manager read its unit files again. False where none answers."""
     try:
-        done = subprocess.run(["systemctl", "--user", "daemon-reload"], capture_output=True, timeout=30, check=False)
+        command = ["systemctl", "--user", "daemon-reload"]
+        done = subprocess.run(command, env=session_environment(), capture_output=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

@@ -39,7 +39,7 @@ def is_host_device(device: str) -> bool:
 
 def runtime_dir() -> Path:
     """The default runtime directory; it may not exist. Raises RuntimePathError where none can be named."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    base = _session_dir()
     if not Path(base).is_absolute():
         raise RuntimePathError(f"XDG_RUNTIME_DIR is {base!r}: it must be an absolute path, as systemd sets it")
     if not Path(base).is_dir():
@@ -48,6 +48,18 @@ def runtime_dir() -> Path:
             f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR"
         )
     return Path(base) / "weightcached"
+
+
+def session_environment() -> dict[str, str]:
+    """The environment for `systemctl --user`, so that it looks where runtime_dir() does.
+
+    In a shell of `su` or `sudo`, in a cron job and in a system service XDG_RUNTIME_DIR is not set.
+    """
+    return {**os.environ, "XDG_RUNTIME_DIR": _session_dir()}
+
+
+def _session_dir() -> str:
+    return os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
 
 
 def create_runtime_dir(directory: Path) -> None:

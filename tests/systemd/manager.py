@@ -61,7 +61,7 @@ class PrivateManager:
         """Start the manager and wait until it answers. Raises ManagerError."""
         # sd_booted(3): systemctl talks to no manager on a machine without this directory.
         Path("/run/systemd/system").mkdir(parents=True, exist_ok=True)
-        self._cgroups = _new_cgroups()
+        self._cgroups = new_cgroups()
         with open(self.log_path, "wb") as log:
             self._process = _spawn(self._cgroups, self.env, log)
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -110,7 +110,7 @@ class PrivateManager:
             self._end(process)
         cgroups, self._cgroups = self._cgroups, []
         for cgroup in cgroups:
-            _remove_cgroup(cgroup)
+            remove_cgroup(cgroup)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
@@ -129,7 +129,7 @@ class PrivateManager:
         self.close()
 
 
-def _new_cgroups() -> list[Path]:
+def new_cgroups() -> list[Path]:
     """A cgroup of our own in every hierarchy by which a manager tracks processes.
 
     On a machine with both versions these are two, and the manager looks at the one of version 2. Without a group of
@@ -151,15 +151,25 @@ def _new_cgroups() -> list[Path]:
 
 
 def _spawn(cgroups: Sequence[Path], env: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    # The shell moves itself first, so that the manager finds itself in groups of its own from the start.
-    moves = " && ".join(f'echo $$ > "{cgroup}/cgroup.procs"' for cgroup in cgroups)
-    command = f"{moves} && exec {SYSTEMD} --user --log-target=console"
     return subprocess.Popen(
-        ["/bin/sh", "-c", command], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        entering(cgroups, f"{SYSTEMD} --user --log-target=console"),
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
 
 
-def _remove_cgroup(cgroup: Path) -> None:
+def entering(cgroups: Sequence[Path], command: str) -> list[str]:
+    """The command that runs a shell's `command` in these cgroups."""
+    # The shell moves itself first, so that a manager finds itself in groups of its own from the start.
+    moves = " && ".join(f'echo $$ > "{cgroup}/cgroup.procs"' for cgroup in cgroups)
+    return ["/bin/sh", "-c", f"{moves} && exec {command}"]
+
+
+def remove_cgroup(cgroup: Path) -> None:
+    """End what runs in it and below, and remove it."""
     # The manager removes its own on the way out; after a SIGKILL groups with processes in them may be left.
     for directory, _, _ in os.walk(cgroup, topdown=False):
         for pid in _processes(Path(directory)):

@@ -131,7 +131,7 @@ def test_failure_exits_1_and_a_warning_does_not(machine: Machine) -> None:
         "check": "linger",
         "level": "warn",
         "text": "off: units of this user, and what they hold, end with the last login",
-        "fix": f"loginctl enable-linger {UID}",
+        "fix": f"loginctl enable-linger {UID} (as root where that is denied)",
     }
     machine.manifest.unlink()
     failed = CliRunner().invoke(main, ["doctor"])

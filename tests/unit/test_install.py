@@ -232,7 +232,7 @@ def test_commands_say_what_was_done_and_what_comes_next(
         "no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'\n"
         "next:\n"
         "  edit CONFIG/weightcached/manifest.yaml\n"
-        "  loginctl enable-linger\n"
+        f"  loginctl enable-linger {os.getuid()}\n"
         "  weightcachectl doctor\n"
         "  systemctl --user enable weightcached@DEVICE.service\n"
         "  weightcachectl start DEVICE\n"

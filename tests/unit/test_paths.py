@@ -68,6 +68,15 @@ def test_runtime_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert paths.lock_path("cpu0", Path("/elsewhere")) == Path("/elsewhere/cpu0.lock")
 
 
+def test_systemctl_is_sent_where_our_own_sockets_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/elsewhere")
+    assert paths.session_environment() == dict(os.environ)
+    for unset in (lambda: monkeypatch.setenv("XDG_RUNTIME_DIR", ""), lambda: monkeypatch.delenv("XDG_RUNTIME_DIR")):
+        unset()
+        expected = {**os.environ, "XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}"}
+        assert paths.session_environment() == expected
+
+
 def test_relative_runtime_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "run")
     text = "XDG_RUNTIME_DIR is 'run': it must be an absolute path, as systemd sets it"
