@@ -201,12 +201,15 @@ class DaemonProcess:
 
     def is_ready(self) -> bool:
         """Whether it serves all its caches; a socket that is not there yet, or not listened on, is no error."""
+        return self.answers() and self.status().state == "ready"
+
+    def answers(self) -> bool:
+        """Whether it serves peers by now."""
         try:
-            status = self.status()
-            # Before it has read its manifest there is nothing that could be missing.
-            return bool(status.caches) and status.state == "ready"
+            self.status()
         except (FileNotFoundError, ConnectionRefusedError):
             return False
+        return True
 
     def until(self, condition: Callable[[StatusReply], bool], what: str) -> StatusReply:
         """Wait for a status that fulfils the condition; returns it."""

@@ -87,7 +87,7 @@ def _after(owner: Any, name: str, phase: str) -> None:
 
 def main() -> None:
     from weightcached import cli
-    from weightcached.daemon import fdstore
+    from weightcached.daemon import fdstore, reconcile
     from weightcached.daemon import main as daemon
     from weightcached.daemon.caches import Cache
     from weightcached.daemon.place import Place
@@ -96,6 +96,8 @@ def main() -> None:
     _before(daemon, "_raise_descriptor_limit", "lock")
     _before(fdstore, "adopt", "adopt")
     _after(Place, "listen", "bind")
+    # In a thread: the daemon serves meanwhile.
+    _before(reconcile, "load_manifest", "manifest")
     # Each of these has its first descriptor on its way when it waits: the set in the store is cut short.
     _after(fdstore, "_send", "store")
     _before(Reconciler, "_publish", "publish")

@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from tests.fakes import pauses
 from tests.fakes.checkpoints import MIB, WEIGHTS, identity_of, key_of, with_checkpoint, write_checkpoint
-from tests.fakes.daemon import DaemonProcess, environment, model, write_manifest
+from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
 from weightcached.identity import CheckpointIdentity
 from weightcached.index import MAX_INDEX_BYTES, decode, digest_of
 from weightcached.key import WeightCacheKey
@@ -136,6 +137,30 @@ def test_loading_is_final_without_wait(make_daemon: Launcher, checkpoint: Path, 
         engine.expect(Attach(key=key(checkpoint), wait=False), Loading)
         engine.expect(Memory(key=key(checkpoint)), Loading)
     gate.write_bytes(b"")
+
+
+def test_engine_that_comes_before_the_manifest_was_read_waits_for_it(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
+    held = pauses.Pauses(short_tmp / "pauses")
+    held.arm("manifest")
+    daemon = make_daemon([model("tiny", checkpoint)])
+    daemon.module, daemon.env = "tests.fakes.pauses", {pauses.VARIABLE: str(held.directory)}
+    daemon.launch()
+    until(lambda: held.reached("manifest") and daemon.answers(), "the daemon serves and reads its manifest")
+    assert (daemon.status().state, daemon.status().caches) == ("loading", [])
+    with daemon.client() as engine, daemon.client() as other:
+        engine.send(Attach(key=key(checkpoint)))
+        other.send(Memory(key=key(checkpoint)))
+        # The daemon is idle, and would have answered both by now.
+        assert daemon.status().state == "loading"
+        held.let_go("manifest", lambda: False)
+        reply = engine.receive()
+        while isinstance(reply, Loading):
+            reply = engine.receive()
+        assert isinstance(reply, Ready), reply
+        engine.take(reply).close()
+        assert isinstance(other.receive(), Loading | Ready)
 
 
 def test_unknown_key_may_match_until_the_loader_says_it(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:

@@ -283,7 +283,7 @@ class Daemon:
         return StatusReply(
             device=self.device,
             pid=self.pid,
-            state=self.caches.state,
+            state=self.caches.state if self.reconciler.settled.is_set() else "loading",
             since=self._since,
             caches=[cache.status(self.leases) for cache in self.caches],
             manifest=self.reconciler.manifest,

@@ -165,18 +165,23 @@ class Reconciler:
         self.transient_failures: set[str] = set()
         self.manifest = str(manifest or "")
         self.manifest_error = ""
+        # Set once what the manifest wants is among the caches, or the manifest was refused.
+        self.settled = asyncio.Event()
 
     async def run(self, *, force: bool = False, only: Collection[str] = ()) -> list[CacheOutcome]:
         """Read the manifest and reconcile. Raises ManifestError, UnknownCacheError; nothing has changed then."""
         async with self._lock:
-            wanted = await self._read_manifest()
-            self._check_names(only, wanted)
-            stale = await self._stale()
-            todo = plan(wanted, self._caches, stale=stale, force=force, only=only)
-            outcomes = [await self._drop(name) for name in todo.drop]
-            outcomes += [self._keep(want) for want in todo.unchanged]
-            for want in todo.load:
-                self._queue(want)
+            try:
+                wanted = await self._read_manifest()
+                self._check_names(only, wanted)
+                stale = await self._stale()
+                todo = plan(wanted, self._caches, stale=stale, force=force, only=only)
+                outcomes = [await self._drop(name) for name in todo.drop]
+                outcomes += [self._keep(want) for want in todo.unchanged]
+                for want in todo.load:
+                    self._queue(want)
+            finally:
+                self.settled.set()
             self._caches.changed.fire()
             return outcomes + await self._load_all(todo.load)
 

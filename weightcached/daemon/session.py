@@ -19,11 +19,12 @@ from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.leases import Lease, Leases
 from weightcached.daemon.logs import printable
-from weightcached.daemon.matching import Matcher, loading
+from weightcached.daemon.matching import Answer, Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.turns import REQUEST_UNITS, Queues, Ticket
 from weightcached.errors import ProtocolError
+from weightcached.key import WeightCacheKey
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -203,7 +204,7 @@ class Session:
         while True:
             event = changed.next()
             began_s = time.monotonic()
-            answer = await self._service.matcher.match(request.key, sampled=request.identity == "sampled")
+            answer = await self._match(request.key, sampled=request.identity == "sampled")
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
                 self._lease(answer)
@@ -220,6 +221,15 @@ class Session:
             # Hundreds may be woken at once, and comparing long lists of files takes its time.
             await self._ticket.turn(REQUEST_UNITS + len(request.key.checkpoint.files) // _FILES_PER_UNIT)
 
+    async def _match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
+        """The matcher's answer. At a daemon's start, what was not adopted is unknown until the manifest was read."""
+        answer = await self._service.matcher.match(key, sampled=sampled)
+        settled = self._service.reconciler.settled
+        if isinstance(answer, Generation) or settled.is_set():
+            return answer
+        await settled.wait()
+        return await self._service.matcher.match(key, sampled=sampled)
+
     def _lease(self, generation: Generation) -> None:
         if generation not in self._leases:
             lease = self._service.leases.begin(generation.cache, generation.number, self._peer.pid)
@@ -235,7 +245,7 @@ class Session:
                 await packets.send(self._sock, encode(Descriptors(first=first)), numbers, timeout_s=SEND_TIMEOUT_S)
 
     async def _memory(self, request: Memory) -> None:
-        answer = await self._service.matcher.match(request.key)
+        answer = await self._match(request.key)
         await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
 
     async def _release(self) -> None:
