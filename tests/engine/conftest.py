@@ -33,24 +33,36 @@ ENVIRONMENT = {
 
 
 class Engines:
-    """The host process of engines (host.py); `log()` is what vLLM and the plug-in wrote since the last call."""
+    """The host process of engines (host.py, or what else `command` runs), in a session of its own.
 
-    def __init__(self, env: dict[str, str], log_path: Path) -> None:
+    `log()` is what vLLM and the plug-in wrote since the last call.
+    """
+
+    def __init__(
+        self, env: dict[str, str], log_path: Path, command: Sequence[str] = (sys.executable, "-m", "tests.engine.host")
+    ) -> None:
         self._log_path = log_path
         self._seen = 0
         self._asked = 0
         with open(log_path, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine.host"], env=env, cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=log,
+                command, env=env, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                start_new_session=True,
             )  # fmt: skip
 
     def ask(self, **command: Any) -> dict[str, Any]:
+        self.send(**command)
+        return self.answer()
+
+    def send(self, **command: Any) -> None:
+        """Ask, and leave the answer for answer()."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self._asked += 1
         self.process.stdin.write(json.dumps(command | {"number": self._asked}) + "\n")
         self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
         while True:
             line = self.process.stdout.readline()
             assert line.startswith("ANSWER "), f"the engine host ended: {self.log()[-3000:]}"

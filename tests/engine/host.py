@@ -179,16 +179,19 @@ CALLS = {
 }  # fmt: skip
 
 
-def main() -> None:
-    """Answer commands until standard input ends."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def serve(host: Any) -> None:
+    """Have `host` answer commands until standard input ends."""
     say = open_channel()
-    host = Host()
     for line in sys.stdin:
         command = json.loads(line)
         say(host.answer(command) | {"number": command["number"]})
     # Not through the interpreter's shutdown: vLLM's threads take their time there.
     os._exit(0)
+
+
+def main() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    serve(Host())
 
 
 if __name__ == "__main__":

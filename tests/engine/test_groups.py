@@ -1,26 +1,30 @@
-"""Ranks that load as a group hold what they hold when each loads alone: real gloo, then two nodes in two networks."""
+"""Ranks that load as a group hold what they hold when each loads alone: real gloo, then two nodes in two networks.
+
+An engine over both nodes then decodes, from either kind of cache, as one rank that loads from disk.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, ENVIRONMENT, ROOT, answers_of_ranks, checkpoint
+from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, ENVIRONMENT, ROOT, Engines, answers_of_ranks, checkpoint
 from tests.fakes.drafts import Maker, Shape, write_eagle, write_llama
 from weightcached.errors import WeightcachedError
 from weightcached.handout import read_index
 from weightcached.wire.client import Connection
-from weightcached.wire.messages import Status, StatusReply
+from weightcached.wire.messages import Counters, Status, StatusReply
 
 RANKS = 2
 PORT = 29_610
@@ -28,6 +32,9 @@ NODES = ("wc-test-a", "wc-test-b")
 ENDS = ("wc-end-a", "wc-end-b")
 ENGINE_PORT = 29_620
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
+# In float32: ranks add what they computed apart, which in bfloat16 is rounded otherwise than one rank's.
+ALONE = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32"}
+OVER_NODES = ALONE | {"tensor_parallel_size": RANKS, "nnodes": RANKS, "master_addr": ADDRESSES[0]}
 COMMON = {"tensor_parallel_size": 2, "max_model_len": 64, "enforce_eager": True}
 READY_TIMEOUT_S = 180.0
 
@@ -61,31 +68,33 @@ def test_rank_in_a_group_equals_the_solo_rank(loaded: list[dict[str, list[dict[s
 
 
 class Node:
-    """One of two nodes of a model: its own network, runtime directory, manifest and daemon of cpu0."""
+    """One of two nodes of a model: its own network, runtime directory (`home`), manifest and daemon of cpu0."""
 
-    def __init__(self, rank: int, base: Path, engine: dict[str, Any], rendezvous: Any) -> None:
-        base.mkdir(mode=0o700)
-        self.socket = base / "run/cpu0.sock"
-        self.log = base / "log"
-        layout = {"tensor_parallel_size": RANKS, "nnodes": RANKS, "node_rank": rank, "master_addr": ADDRESSES[0]}
-        entry = {"name": "m", "devices": ["cpu0"], "engine": engine | layout, "rendezvous": rendezvous}
-        (base / "manifest.yaml").write_text(json.dumps({"version": 1, "models": [entry]}), encoding="utf-8")
+    def __init__(self, rank: int, home: Path, engine: dict[str, Any], rendezvous: Any) -> None:
+        self.socket = home / "weightcached/cpu0.sock"
+        self.log = home / "log"
+        entry = {"name": "m", "devices": ["cpu0"], "engine": OVER_NODES | engine | {"node_rank": rank}}
+        manifest = {"version": 1, "models": [entry | {"rendezvous": rendezvous}]}
+        (home / "manifest.yaml").write_text(json.dumps(manifest), encoding="utf-8")
         command = ["ip", "netns", "exec", NODES[rank], BIN / "weightcached", "serve", "cpu0"]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--manifest", base / "manifest.yaml", "--socket-dir", self.socket.parent],
-                env=os.environ | ENVIRONMENT | {"XDG_RUNTIME_DIR": str(base)}, stdout=log, stderr=log, cwd=ROOT,
+                [*command, "--manifest", home / "manifest.yaml"],
+                env=os.environ | ENVIRONMENT | {"XDG_RUNTIME_DIR": str(home)}, stdout=log, stderr=log, cwd=ROOT,
             )  # fmt: skip
+
+    def status(self) -> StatusReply:
+        with Connection.connect(self.socket, timeout_s=5.0, purpose="ctl") as connection:
+            status = connection.request(Status(), 5.0)
+        assert isinstance(status, StatusReply)
+        return status
 
     def outcome(self) -> str:
         """Wait for the daemon to be ready, or for the failure of its load."""
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             with contextlib.suppress(WeightcachedError, OSError):
-                with Connection.connect(self.socket, timeout_s=5.0, purpose="ctl") as connection:
-                    status = connection.request(Status(), 5.0)
-                assert isinstance(status, StatusReply)
-                for cache in status.caches:
+                for cache in self.status().caches:
                     if cache.state in ("ready", "failed"):
                         return cache.error or cache.state
             if self.process.poll() is not None:
@@ -98,6 +107,21 @@ class Node:
         directory = self.socket.parent
         index = read_index(self.socket.stem, "m/target", for_what="compared", socket_dir=directory, timeout_s=10.0)
         return {t.names[0]: index.storages[t.storage].digest.hex() for t in index.tensors if t.storage is not None}
+
+    def engines(self) -> list[str]:
+        """The networks of the processes that map the cache now."""
+        return [
+            subprocess.run(
+                ["ip", "netns", "identify", str(engine.pid)], check=True, capture_output=True, text=True
+            ).stdout.strip()
+            for cache in self.status().caches
+            for engine in cache.engines
+        ]  # fmt: skip
+
+    def counters(self) -> Counters:
+        counters = self.status().counters
+        assert counters
+        return counters
 
     def close(self) -> None:
         self.process.terminate()
@@ -125,15 +149,20 @@ def networks() -> Iterator[None]:
             subprocess.run(["ip", "netns", "delete", node], check=False, capture_output=True)
 
 
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The nodes' runtime directories."""
+    return [tmp_path_factory.mktemp("node") for _ in NODES]
+
+
 @contextlib.contextmanager
-def running(base: Path, model: Path, rendezvous: Any, **second: Any) -> Iterator[list[Node]]:
+def running(homes: Sequence[Path], model: Path, rendezvous: Any, **second: Any) -> Iterator[list[Node]]:
     """Both nodes; `second` are more engine arguments of the second one."""
-    base.mkdir()
-    engine = {"model": str(model), "max_model_len": 64, "enforce_eager": True}
+    engine = {"model": str(model)}
     nodes: list[Node] = []
     with contextlib.ExitStack() as stack:
         for rank, arguments in enumerate((engine, engine | second)):
-            nodes.append(Node(rank, base / f"{rank}", arguments, rendezvous))
+            nodes.append(Node(rank, homes[rank], arguments, rendezvous))
             stack.callback(nodes[-1].close)
         yield nodes
 
@@ -143,68 +172,82 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("model") / "m", tied=False, dtype="bfloat16")
 
 
+@pytest.fixture(scope="module")
+def hosts(networks: None, homes: list[Path]) -> Iterator[list[Engines]]:
+    """A process in each network that runs its node's part of engines, one after the other: imports are paid once."""
+    found: list[Engines] = []
+    with contextlib.ExitStack() as stack:
+        for rank, module in enumerate(("host", "headless")):
+            here = {
+                "XDG_RUNTIME_DIR": str(homes[rank]), "VLLM_HOST_IP": ADDRESSES[rank], "GLOO_SOCKET_IFNAME": ENDS[rank],
+                "VLLM_CPU_OMP_THREADS_BIND": str(rank), "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+            }  # fmt: skip
+            command = ["ip", "netns", "exec", NODES[rank], sys.executable, "-m", f"tests.engine.{module}"]
+            found.append(Engines(os.environ | ENVIRONMENT | here, homes[rank] / "engines", command))
+            stack.callback(found[-1].close)
+            # With all that it started: a rank waits long for one that failed.
+            stack.callback(killed_with_children, found[-1].process.pid)
+        yield found
+
+
 def killed_with_children(session: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
 
 
-def tokens_of_two_nodes(model: Path, base: Path, nodes: list[Node] | None = None) -> Any:
-    """What an engine decodes whose tensor-parallel ranks are in both networks; from disk, or attached to `nodes`."""
-    common: dict[str, Any] = COMMON | {
-        "nnodes": RANKS, "master_addr": ADDRESSES[0], "master_port": ENGINE_PORT, "distributed_executor_backend": "mp",
+def tokens_of_two_nodes(hosts: list[Engines], model: Path, *, fallback: bool = False) -> Any:
+    """Start an engine whose tensor-parallel ranks are in both networks, and return what it decodes."""
+    engine = OVER_NODES | {
+        "model": str(model), "master_port": ENGINE_PORT, "distributed_executor_backend": "mp",
+        "load_format": "ipc_cache", "model_loader_extra_config": {"fallback": fallback},
     }  # fmt: skip
-    arguments = [common | {"node_rank": rank} for rank in range(RANKS)]
-    for rank, node in enumerate(nodes or []):
-        loader = {"fallback": False, "socket_dir": str(node.socket.parent)}
-        arguments[rank] |= {"load_format": "ipc_cache", "model_loader_extra_config": loader}
-    load_format = str(arguments[0].pop("load_format", "auto"))
-    commands = [
-        ["bench/generate.py", str(model), "--load-format", load_format, "--engine", json.dumps(arguments[0])],
-        ["-m", "tests.engine.headless", json.dumps(arguments[1] | {"model": str(model)})],
-    ]
-    with contextlib.ExitStack() as stack:
-        children = []
-        for rank, command in enumerate(commands):
-            log = stack.enter_context(open(base / f"engine{rank}", "wb"))
-            addresses = {"VLLM_HOST_IP": ADDRESSES[rank], "GLOO_SOCKET_IFNAME": ENDS[rank]}
-            child = subprocess.Popen(
-                ["ip", "netns", "exec", NODES[rank], sys.executable, *command], cwd=ROOT,
-                env=os.environ | ENVIRONMENT | addresses | {"VLLM_CPU_OMP_THREADS_BIND": str(rank)},
-                stdout=log if rank else subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-            )  # fmt: skip
-            stack.callback(child.wait)
-            # With all that it started: multiprocessing's trackers outlive their engine.
-            stack.callback(killed_with_children, child.pid)
-            children.append(child)
-        said = children[0].communicate(timeout=ANSWER_TIMEOUT_S)[0]
-    answers = [line for line in said.splitlines() if line.startswith("{")]
-    assert answers, (base / "engine0").read_text(encoding="utf-8")[-3000:]
-    return json.loads(answers[0])["tokens"]
+    for rank, host in enumerate(hosts):
+        host.send(engine=engine | {"node_rank": rank})
+    answers: dict[str, Any] = {}
+    # Whoever speaks first: one that fails leaves the other waiting.
+    waiting = {host.process.stdout: host for host in hosts}
+    while waiting:
+        said = select.select(list(waiting), [], [], ANSWER_TIMEOUT_S)[0]
+        assert said, "\n".join(host.log()[-3000:] for host in hosts)
+        for stdout in said:
+            answer = (host := waiting.pop(stdout)).answer()
+            assert "error" not in answer, answer["error"] + host.log()[-3000:]
+            answers |= answer
+    return answers["tokens"]
 
 
 GROUP = {"group": f"{ADDRESSES[0]}:{PORT}", "timeout_s": 120}
 
 
-def test_two_nodes_in_two_networks_hold_the_same_solo_and_in_a_group(
-    networks: None, model: Path, tmp_path: Path
+@pytest.mark.timeout(3 * ANSWER_TIMEOUT_S)
+def test_engine_over_two_networks_decodes_as_one_rank_from_disk(
+    hosts: list[Engines], homes: list[Path], model: Path
 ) -> None:
-    seen = {}
-    disk = tokens_of_two_nodes(model, tmp_path)
+    """From what was loaded solo, from what was loaded in a group, and where one node has no daemon."""
+    held = {}
+    disk = hosts[0].tokens(model, **ALONE)
     assert len({tuple(tokens) for tokens in disk}) == len(disk), "prompts that decode alike would hide wrong weights"
     for name, rendezvous in (("solo", "solo"), ("group", GROUP)):
-        with running(tmp_path / name, model, rendezvous) as nodes:
+        with running(homes, model, rendezvous) as nodes:
             assert [node.outcome() for node in nodes] == ["ready", "ready"]
-            seen[name] = [node.digests() for node in nodes]
+            held[name] = [node.digests() for node in nodes]
+            assert tokens_of_two_nodes(hosts, model) == disk
+            assert [node.engines() for node in nodes] == [[network] for network in NODES]
+            assert [node.counters().attaches for node in nodes] == [{"m/target": 1}] * RANKS
             if name == "group":
-                # What solo ranks hold is compared byte by byte below.
-                assert tokens_of_two_nodes(model, tmp_path, nodes) == disk
-    assert seen["solo"] == seen["group"]
-    assert seen["solo"][0] != seen["solo"][1], "ranks that hold the same would hide a wrong rank"
+                nodes[1].close()
+                assert tokens_of_two_nodes(hosts, model, fallback=True) == disk
+                assert nodes[0].engines() == []
+                assert nodes[0].counters().fallbacks == {"another-rank": 1}
+            for host in reversed(hosts):
+                host.ask(close=True)
+    assert held["solo"] == held["group"]
+    assert held["solo"][0] != held["solo"][1], "ranks that hold the same would hide a wrong rank"
 
 
-def test_two_nodes_that_disagree_are_both_refused(networks: None, model: Path, tmp_path: Path) -> None:
-    with running(tmp_path / "apart", model, GROUP, dtype="float32") as nodes:
+def test_two_nodes_that_disagree_are_both_refused(networks: None, homes: list[Path], model: Path) -> None:
+    with running(homes, model, GROUP, dtype="bfloat16") as nodes:
         said = [node.outcome() for node in nodes]
     there, here = "rank 1 (on another node)", "rank 1 (cpu0)"
-    assert f"m/target: the nodes disagree: on {there} engine.dtype is float32, on rank 0 (cpu0) None" in said[0]
-    assert f"on {here} engine.dtype is float32, on rank 0 (on another node) None" in said[1]
+    assert f"m/target: the nodes disagree: on {there} engine.dtype is bfloat16, on rank 0 (cpu0) float32" in said[0]
+    assert f"on {here} engine.dtype is bfloat16, on rank 0 (on another node) float32" in said[1]
