@@ -26,9 +26,10 @@ ByteCounter = Callable[[int], None]
 
 
 def create_vllm_config(job: LoaderJob) -> Any:
-    """The VllmConfig that an engine with these arguments has. Raises ManifestError for an argument vLLM lacks."""
+    """The VllmConfig that `vllm serve` has with these arguments. Raises ManifestError for an argument vLLM lacks."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
+    from vllm.usage.usage_lib import UsageContext
 
     known = {field.name for field in fields(EngineArgs)}
     for name in job.engine:
@@ -40,7 +41,8 @@ def create_vllm_config(job: LoaderJob) -> Any:
     try:
         # `mp`, since vLLM would otherwise count the GPUs that this process sees: one, whatever the world's size.
         defaults = {"skip_tokenizer_init": True, "distributed_executor_backend": "mp"}
-        config = EngineArgs(**(defaults | job.engine)).create_engine_config()
+        # Its defaults for the size of a batch depend on that: by it kernels are tuned, and some rotary tables sized.
+        config = EngineArgs(**(defaults | job.engine)).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError) as e:
         raise ManifestError(f"{job.cache}: vLLM refuses the engine arguments: {' '.join(str(e).split())}") from e
     become_replica(config, job.dp_rank)
