@@ -155,7 +155,7 @@ def test_loader_stores_what_it_tuned_for_experts(steps: list[tuple[str, str]], s
     assert operations(store) == OPERATIONS
 
 
-def test_first_engine_finds_what_was_tuned_and_measures_nothing(
+def test_first_engine_of_experts_finds_what_was_tuned_and_measures_nothing(
     steps: list[tuple[str, str]], service: Service, checkpoints: dict[str, Path], store: Path, tmp_path: Path
 ) -> None:
     stored = entries(store)
