@@ -173,9 +173,21 @@ def kv_blocks(llm: Any) -> int:
     return int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
 
 
+def tuning(llm: Any) -> dict[str, Any]:
+    """By operation, of how many shapes this process's FlashInfer looked for the best kernel, and how many it measured.
+
+    What it found stored is not measured.
+    """
+    from flashinfer.autotuner import AutoTuner
+
+    seen = AutoTuner.get().stats
+    return {"configurations": seen.tuned_op_total_configs, "measured": seen.tuned_op_successful_configs}
+
+
 CALLS = {
     "tied_objects": tied_objects, "mapped_bytes": mapped_bytes, "reload_in_place": reload_in_place, "burst": burst,
     "speculation": speculation, "draft": draft, "kv_blocks": kv_blocks,
+    "tuning": tuning,
 }  # fmt: skip
 
 

@@ -48,6 +48,27 @@ def configured(question: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def batches(question: dict[str, Any]) -> dict[str, Any]:
+    """The most tokens and sequences of a batch, as the loader child has them and as `vllm serve` has."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from weightcached.job import LoaderJob
+    from weightcached.loader import rank
+
+    engine = question["batches"]
+    job = LoaderJob(
+        device="cpu0", cache="m/target", role="target", generation=1, spec_digest="", boot_id="", socket_fd=0,
+        engine=engine, rank=0,
+    )  # fmt: skip
+    ours = rank.create_vllm_config(job).scheduler_config
+    served = EngineArgs.get_batch_defaults(engine["tensor_parallel_size"])
+    return {
+        "ours": [ours.max_num_batched_tokens, ours.max_num_seqs],
+        "served": [defaults[UsageContext.OPENAI_API_SERVER] for defaults in served],
+    }
+
+
 def bytes_of(model: Any) -> str:
     """Digest of every tensor of the model: name, shape and values."""
     import torch
@@ -79,7 +100,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"text": _multimodal(MultiModalConfig(**question["multimodal"]))}
     with mock.patch.dict(os.environ, question.get("environment", {})):
         try:
-            return configured(question)
+            return batches(question) if "batches" in question else configured(question)
         except Exception as e:
             return {"error": f"{type(e).__name__}: {e}"}
 

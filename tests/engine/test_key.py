@@ -176,6 +176,12 @@ def test_our_load_format_asks_for_what_a_load_from_disk_loads(
     assert ours["skeleton"] == plain["dense"]["skeleton"]
 
 
+def test_batches_are_as_large_by_default_as_those_of_vllm_serve(keys: Keys, checkpoints: dict[str, Path]) -> None:
+    # With two ranks: with one, vLLM's defaults on the CPU are the same for whoever asks.
+    sizes = keys.ask(batches={"model": str(checkpoints["dense"]), "tensor_parallel_size": 2})
+    assert sizes["ours"] == sizes["served"]
+
+
 def test_sizes_of_lora_adapters_are_harmless(keys: Keys, checkpoints: dict[str, Path]) -> None:
     lora = {"model": str(checkpoints["dense"]), "enable_lora": True}
     one = keys.ask(engine=lora, bytes=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,23 @@ def test_grandchild_that_holds_all_pipes_does_not_keep_the_daemon_waiting(
         if start.startswith("setsid"):
             os.kill(stray, signal.SIGKILL)
     until(lambda: not os.path.exists(f"/proc/{stray}") or _is_zombie(stray), "the grandchild is gone")
+
+
+def test_compilers_that_a_loader_started_end_with_it(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+    pid, compiler, script = short_tmp / "pid", short_tmp / "compiler.py", short_tmp / "loader.sh"
+    # ninja gives each a process group of its own.
+    compiler.write_text(
+        f"import os, pathlib, time; os.setpgid(0, 0); pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); "
+        "time.sleep(1000)"
+    )
+    script.write_text(f"{sys.executable} {compiler} & until [ -s {pid} ]; do sleep 0.05; done; echo gone >&2; exit 4")
+    daemon = make_daemon([model("tiny", checkpoint)])
+    daemon.loader_command = f"sh {script}"
+    daemon.launch()
+    assert daemon.wait() == 1
+    assert "error=loader of tiny/target ended with status 4: gone\n" in daemon.log
+    stray = int(pid.read_text())
+    until(lambda: not os.path.exists(f"/proc/{stray}") or _is_zombie(stray), "the compiler is gone")
 
 
 def _is_zombie(pid: int) -> bool:

@@ -71,7 +71,7 @@ class Child:
                 stderr=subprocess.PIPE,
                 pass_fds=pass_fds,
                 start_new_session=True,
-                env=_environment(device),
+                env=environment_of(command[0], device),
                 bufsize=0,
             )
         self.pid = self._process.pid
@@ -113,6 +113,12 @@ class Child:
     def _kill_session(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        # What has a process group of its own is left, as each compiler that ninja runs.
+        killed: set[int] = set()
+        while found := _members(self.pid) - killed:
+            for pid in found:
+                _kill_member(pid, self.pid)
+            killed |= found
 
     async def _pump(self, pipe: IO[bytes], *, is_error: bool) -> None:
         """Read a pipe to its end, line by line."""
@@ -165,8 +171,35 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
         raise CheckpointError(f"the digest of {identity.root} came back malformed: {e}") from e
 
 
-def _environment(device: str | None) -> dict[str, str]:
+def _members(session: int) -> set[int]:
+    """The processes of a session."""
+    return {int(name) for name in os.listdir("/proc") if name.isdecimal() and _session_of(int(name)) == session}
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+
+
+def _kill_member(pid: int, session: int) -> None:
+    with contextlib.suppress(OSError), OwnedFd(os.pidfd_open(pid)) as process:
+        # Asked again: the number may have become another process's before we held it.
+        if _session_of(pid) == session:
+            signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
+
+
+def environment_of(program: str, device: str | None = None) -> dict[str, str]:
+    """The environment of a child: the daemon's, as it is where the interpreter's own environment is activated.
+
+    vLLM leaves out FlashInfer's kernels where it does not find ninja, which is usually installed beside the
+    interpreter, in a directory that a service manager does not search. With `device`, no other is visible.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN}
+    directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
+    if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
+        environment["PATH"] = f"{directory}{os.pathsep}{searched}"
     if device is not None and not is_host_device(device):
         environment["CUDA_VISIBLE_DEVICES"] = device
     return environment

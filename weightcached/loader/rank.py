@@ -26,7 +26,7 @@ ByteCounter = Callable[[int], None]
 
 
 def create_vllm_config(job: LoaderJob) -> Any:
-    """The VllmConfig that an engine with these arguments has. Raises ManifestError for an argument vLLM lacks."""
+    """The VllmConfig that `vllm serve` has with these arguments. Raises ManifestError for an argument vLLM lacks."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.usage.usage_lib import UsageContext
@@ -41,7 +41,7 @@ def create_vllm_config(job: LoaderJob) -> Any:
     try:
         # `mp`, since vLLM would otherwise count the GPUs that this process sees: one, whatever the world's size.
         defaults = {"skip_tokenizer_init": True, "distributed_executor_backend": "mp"}
-        # A server's defaults, such as max_num_batched_tokens: that is what most engines are.
+        # The defaults of a server, as most engines are: max_num_batched_tokens sizes what is tuned, and some tables.
         config = EngineArgs(**(defaults | job.engine)).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError) as e:
         raise ManifestError(f"{job.cache}: vLLM refuses the engine arguments: {' '.join(str(e).split())}") from e
