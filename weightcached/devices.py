@@ -53,6 +53,13 @@ def list_gpus() -> list[GpuInfo]:
         return source.gpus() if source else []
 
 
+def check_present(uuid: str) -> None:
+    """Raises DeviceError where this machine has GPUs and `uuid` is none of them; silent where nobody can tell."""
+    gpus = list_gpus()
+    if gpus and uuid not in [gpu.uuid for gpu in gpus]:
+        raise DeviceError(f"no device {uuid} here: {_visible()}; correct the manifest and the name of the unit")
+
+
 def visible_gpus(gpus: Sequence[GpuInfo], visible: str | None) -> list[str]:
     """UUIDs of the devices that CUDA shows to a process with this CUDA_VISIBLE_DEVICES, in its order; None is unset.
 

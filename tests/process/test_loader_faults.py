@@ -382,3 +382,22 @@ def test_two_reloads_run_one_after_the_other(
             replies.append([(o.outcome, o.generation) for o in reply.outcomes])
     assert replies == [[("loaded", 2)], [("unchanged", 2)]]
     assert len(spawns.read_text().splitlines()) == 1
+
+
+def test_gpu_that_this_machine_lacks_is_named_beside_those_that_it_has(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
+    lacking, present = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "01")
+    smi = short_tmp / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\nif [ $1 = -L ]; then echo 'GPU 0: NVIDIA H200 (UUID: {present})'; fi\n")
+    smi.chmod(0o755)
+    daemon = make_daemon([model("tiny", checkpoint, lacking)], device=lacking)
+    daemon.env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    # The product's loader: it opens the device before it imports an engine's libraries.
+    daemon.loader_command = None
+    assert daemon.launch().wait() == 78
+    assert (
+        f"no device {lacking} here: this machine has {present}; correct the manifest and the name of the unit"
+        in daemon.log
+    )

@@ -181,6 +181,21 @@ def test_unknown_free_memory_names_the_devices_there_are(smi: Smi) -> None:
     assert str(e.value) == f"cannot tell the free memory of {GPU1}: this machine has {GPU0}, {GPU1}"
 
 
+def test_device_that_is_not_here_is_refused_with_those_that_are(smi: Smi) -> None:
+    smi()
+    devices.check_present(GPU1)
+    with pytest.raises(DeviceError) as e:
+        devices.check_present(MIG0)
+    assert str(e.value) == (
+        f"no device {MIG0} here: this machine has {GPU0}, {GPU1}; correct the manifest and the name of the unit"
+    )
+
+
+def test_where_nobody_lists_devices_none_is_refused(smi: Smi) -> None:
+    smi(status=9)
+    devices.check_present(GPU0)
+
+
 def test_smi_tells_holders_largest_first(smi: Smi) -> None:
     smi()
     assert devices.holders(GPU0) == [

@@ -24,8 +24,8 @@ import msgspec
 
 from weightcached import __version__
 from weightcached import index as index_format
-from weightcached.devices import holders
-from weightcached.errors import EXIT_CONFIG, LoadError, OutOfDeviceMemoryError, WeightcachedError
+from weightcached.devices import check_present, holders
+from weightcached.errors import EXIT_CONFIG, LoadError, OutOfDeviceMemoryError, SegmentError, WeightcachedError
 from weightcached.job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.paths import is_host_device
 from weightcached.segments.api import Backend, open_backend
@@ -145,7 +145,7 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     # Imports make objects by the million and no garbage: looking for it is a quarter of their time.
     gc.disable()
     # A context takes device memory, which is for the load whose turn it is.
-    backend = None if job.waits else open_backend(job.device)
+    backend = None if job.waits else _open(job.device)
     # Before vLLM's imports, which take seconds: a checkpoint that is not there is said at once.
     _check_checkpoint(job)
     daemon.phase("importing")
@@ -166,7 +166,7 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     gc.enable()
     if backend is None:
         daemon.wait_for_turn()
-        backend = open_backend(job.device)
+        backend = _open(job.device)
     if isinstance(backend, CudaBackend):
         torch.cuda.set_device(0)
         if (warning := backend.persistence_warning()) is not None:
@@ -178,6 +178,15 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     daemon.phase("meeting")
     with group.group_rank(vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)) as peers:
         _load(job, daemon, backend, vllm_config, model_config, peers)
+
+
+def _open(device: str) -> Backend:
+    try:
+        return open_backend(device)
+    except SegmentError:
+        # CUDA says the same of a name that no GPU has and of a driver that finds none, which may come back.
+        check_present(device)
+        raise
 
 
 def _check_checkpoint(job: LoaderJob) -> None:
