@@ -384,6 +384,7 @@ class Run:
             "status": summary(status, STATUS_LIMIT_S),
             "attach": summary(attach, ATTACH_LIMIT_S),
             "longest_turn_cpu_ms": round(longest.cpu_s * 1000, 1) if longest else 0.0,
+            "longest_turn": longest.worst if longest else "",
             **extra,
             "faults": faults,
         }
