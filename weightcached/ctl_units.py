@@ -91,6 +91,7 @@ def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[st
     """Queue the job for every device and follow them to the end. By device: None for success, or what went wrong."""
     ended: dict[str, WeightcachedError | None] = {}
     jobs: dict[str, str] = {}
+    before: dict[str, UnitState] = {}
     for device in devices:
         try:
             systemctl(verb, "--no-block", unit_of(device))
@@ -104,8 +105,10 @@ def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[st
                 ended[device] = e
                 continue
             if is_over(state, jobs.setdefault(device, state.job)):
-                ended[device] = judged(verb, device, state)
-            elif verb != "stop":
+                ended[device] = judged(verb, device, state, before.get(device))
+                continue
+            before[device] = state
+            if verb != "stop":
                 _show_load(device, state, display)
         if len(ended) < len(devices):
             time.sleep(POLL_S)
@@ -121,8 +124,11 @@ def is_over(state: UnitState, job: str) -> bool:
     return state.job in ("", "0") or state.job != job
 
 
-def judged(verb: Verb, device: str, state: UnitState) -> UnitError | None:
-    """None where the unit is as `verb` wants it, else the reason, with the daemon's last words."""
+def judged(verb: Verb, device: str, state: UnitState, before: UnitState | None = None) -> UnitError | None:
+    """None where the unit is as `verb` wants it, else the reason, with the daemon's last words.
+
+    `before` is the last state that was seen of the attempt that is over.
+    """
     unit = unit_of(device)
     wanted = ("inactive",) if verb == "stop" else ("active", "reloading")
     if state.active in wanted:
@@ -131,13 +137,18 @@ def judged(verb: Verb, device: str, state: UnitState) -> UnitError | None:
         return UnitError(f"{unit} is not installed: weightcachectl install")
     if state.result == "start-limit-hit":
         return UnitError(f"{unit} failed too often in a row: systemctl --user reset-failed {unit}, then start it again")
+    nothing = f"no message; journalctl --user -u {unit}"
+    if state.active == "activating" and state.sub != "auto-restart":
+        # The next attempt: the unit tells nothing of the one before any more, its journal does.
+        words = (_last_line(before) or before.status_text) if before else ""
+        return UnitError(f"{unit} failed, systemd tries again: {words or nothing}")
     again = ", systemd tries again" if state.sub == "auto-restart" else ""
-    words = _last_words(state) or f"no message; journalctl --user -u {unit}"
+    words = state.status_text or _last_line(state) or nothing
     return UnitError(f"{unit} is {state.active} ({state.result}, status {state.exit_status}{again}): {words}")
 
 
-def _last_words(state: UnitState) -> str:
-    """The daemon's last log line of this run, or its last STATUS=."""
+def _last_line(state: UnitState) -> str:
+    """The last line that the daemon of this run logged, "" where there is no journal."""
     command = ["journalctl", "--user", f"_SYSTEMD_INVOCATION_ID={state.invocation}", "--output=cat", "--lines=1"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
@@ -145,7 +156,7 @@ def _last_words(state: UnitState) -> str:
     except (OSError, subprocess.TimeoutExpired):
         journal = ""
     # journalctl says so itself where there is nothing: "-- No entries --".
-    return state.status_text or ("" if journal.startswith("-- ") else journal)
+    return "" if journal.startswith("-- ") else journal
 
 
 def _show_load(device: str, state: UnitState, display: ProgressDisplay) -> None:

@@ -102,14 +102,16 @@ def test_start_waits_for_its_turn_after_an_earlier_failure(systemd: Commands) ->
     assert (result.exit_code, result.stdout, result.stderr) == (0, "cpu0: started\n", "")
 
 
-def test_next_attempts_job_is_not_taken_for_this_one(systemd: Commands) -> None:
+@pytest.mark.parametrize(("words", "said"), [("no room\n", "no room"), ("-- No entries --\n", "loading")])
+def test_next_attempts_job_is_not_taken_for_this_one(systemd: Commands, words: str, said: str) -> None:
     systemd.answer("systemctl", f"--user start --no-block {UNIT}")
-    starting = properties("activating", "start", job="7")
-    again = properties("activating", "start", result="exit-code", code=1, job="8", text="no room")
+    starting = properties("activating", "start", job="7", text="loading")
+    again = properties("activating", "start", job="8").replace("=abc", "=def")
     systemd.answer("systemctl", f"--user show {UNIT} *", starting, again)
+    systemd.answer("journalctl", "--user _SYSTEMD_INVOCATION_ID=abc --output=cat --lines=1", words)
     result = run(systemd, "start", "cpu0")
     assert result.exit_code == 1
-    text = f"weightcachectl: cpu0: {UNIT} is activating (exit-code, status 1): no room\n"
+    text = f"weightcachectl: cpu0: {UNIT} failed, systemd tries again: {said}\n"
     assert result.stderr.splitlines(keepends=True)[-1] == text
 
 
