@@ -323,10 +323,11 @@ def install() -> None:
     Files that were edited since are kept. Exit status: 0 written or there already, 1 something is in the way.
     """
     from weightcached import install as files
+    from weightcached.ctl_units import reload_manager
 
     outcomes = files.install()
     _report_files(outcomes)
-    if not files.reload_manager():
+    if not reload_manager():
         click.echo("no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'")
     manifest = outcomes[-1].path
     click.echo(
@@ -344,9 +345,10 @@ def uninstall() -> None:
     Exit status: 0 also where edited files are left; they are named.
     """
     from weightcached import install as files
+    from weightcached.ctl_units import reload_manager
 
     _report_files(files.uninstall())
-    files.reload_manager()
+    reload_manager()
 
 
 def _report_files(outcomes: Sequence[Outcome]) -> None:

@@ -62,6 +62,15 @@ def systemctl(*arguments: str) -> str:
     return done.stdout
 
 
+def reload_manager() -> bool:
+    """Have the user manager read its unit files again. False where none answers."""
+    try:
+        systemctl("daemon-reload")
+    except (UnitError, OSError):
+        return False
+    return True
+
+
 def _said(stderr: str, status: int) -> str:
     lines = stderr.strip().splitlines()
     return lines[0].rstrip(".") if lines else f"systemctl ended with status {status}"

@@ -57,7 +57,7 @@ def check_present(uuid: str) -> None:
     """Raises DeviceError where this machine has GPUs and `uuid` is none of them; silent where nobody can tell."""
     gpus = list_gpus()
     if gpus and uuid not in [gpu.uuid for gpu in gpus]:
-        raise DeviceError(f"no device {uuid} here: {_visible()}; correct the manifest and the name of the unit")
+        raise DeviceError(f"no device {uuid} here: {_visible(gpus)}; correct the manifest and the name of the unit")
 
 
 def visible_gpus(gpus: Sequence[GpuInfo], visible: str | None) -> list[str]:
@@ -127,8 +127,8 @@ def driver_name(version: str) -> str:
     return f"nvidia {version}"
 
 
-def _visible() -> str:
-    uuids = ", ".join(gpu.uuid for gpu in list_gpus())
+def _visible(gpus: Sequence[GpuInfo] | None = None) -> str:
+    uuids = ", ".join(gpu.uuid for gpu in (list_gpus() if gpus is None else gpus))
     return f"this machine has {uuids}" if uuids else "neither nvidia-ml-py nor nvidia-smi reports a GPU"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weightcached.errors import WeightcachedError
-from weightcached.paths import session_environment
 
 UNITS = ("weightcached@.service", "weightcached-exporter.service", "weightcached.target")
 MANIFEST = "manifest.yaml"
@@ -86,16 +84,6 @@ def is_unmodified(text: str) -> bool:
     """Whether a file's text is as install() wrote it, in this version or another."""
     header = _HEADER.match(text)
     return header is not None and header[1] == _digest(text[header.end() :])
-
-
-def reload_manager() -> bool:
-    """Have the user manager read its unit files again. False where none answers."""
-    try:
-        command = ["systemctl", "--user", "daemon-reload"]
-        done = subprocess.run(command, env=session_environment(), capture_output=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
 
 
 def source(name: str) -> Path:
