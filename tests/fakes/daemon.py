@@ -201,15 +201,15 @@ class DaemonProcess:
 
     def is_ready(self) -> bool:
         """Whether it serves all its caches; a socket that is not there yet, or not listened on, is no error."""
-        return self.answers() and self.status().state == "ready"
+        status = self.answer()
+        return status is not None and status.state == "ready"
 
-    def answers(self) -> bool:
-        """Whether it serves peers by now."""
+    def answer(self) -> StatusReply | None:
+        """Its status, if it serves peers by now."""
         try:
-            self.status()
+            return self.status()
         except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        return True
+            return None
 
     def until(self, condition: Callable[[StatusReply], bool], what: str) -> StatusReply:
         """Wait for a status that fulfils the condition; returns it."""

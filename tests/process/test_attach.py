@@ -147,7 +147,7 @@ def test_engine_that_comes_before_the_manifest_was_read_waits_for_it(
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.module, daemon.env = "tests.fakes.pauses", {pauses.VARIABLE: str(held.directory)}
     daemon.launch()
-    until(lambda: held.reached("manifest") and daemon.answers(), "the daemon serves and reads its manifest")
+    until(lambda: held.reached("manifest") and daemon.answer() is not None, "it serves and reads its manifest")
     assert (daemon.status().state, daemon.status().caches) == ("loading", [])
     with daemon.client() as engine, daemon.client() as other:
         engine.send(Attach(key=key(checkpoint)))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
@@ -200,9 +200,14 @@ def main(argv: Sequence[str]) -> int:
         return subprocess.run(argv[2:], env=manager.env, check=False).returncode
 
 
-if __name__ == "__main__":
+def exit_status(main: Callable[[Sequence[str]], int]) -> int:
+    """Run a command's `main` on this process's arguments; a ManagerError is told on standard error."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        return main(sys.argv[1:])
     except ManagerError as e:
         sys.stderr.write(f"{e}\n")
-        sys.exit(1)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.systemd.boot import SYSTEMD, UNIT_DIR
-from tests.systemd.manager import ManagerError, entering, new_cgroups, remove_cgroup
+from tests.systemd.manager import ManagerError, entering, exit_status, new_cgroups, remove_cgroup
 
 USER, UID = "resident", 64321
 BOOT_TIMEOUT_S = 20.0
@@ -347,8 +347,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ManagerError as e:
-        sys.stderr.write(f"{e}\n")
-        sys.exit(1)
+    sys.exit(exit_status(main))
