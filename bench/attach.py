@@ -30,7 +30,7 @@ import pynvml  # noqa: E402
 
 from bench import harness  # noqa: E402
 from bench.checkpoints import llama_config, write_checkpoint  # noqa: E402
-from weightcached.devices import list_gpus  # noqa: E402
+from weightcached.system.gpus import list_gpus  # noqa: E402
 
 PROMPTS, TOKENS = 8, 64
 SAMPLE_INTERVAL_S = 0.05

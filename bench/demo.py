@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench import harness  # noqa: E402
 from bench.checkpoints import llama_config, write_checkpoint  # noqa: E402
-from weightcached.devices import list_gpus  # noqa: E402
 from weightcached.errors import WeightcachedError  # noqa: E402
+from weightcached.system.gpus import list_gpus  # noqa: E402
 
 WORK = ROOT / ".demo"
 

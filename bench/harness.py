@@ -16,8 +16,8 @@ from typing import Any
 from weightcached.errors import WeightcachedError
 from weightcached.handout import read_index
 from weightcached.index import TensorIndex
-from weightcached.install import source
-from weightcached.paths import socket_path
+from weightcached.system.paths import socket_path
+from weightcached.system.units import source
 from weightcached.wire.client import Connection
 from weightcached.wire.messages import Status, StatusReply
 

@@ -25,8 +25,8 @@ from weightcached.errors import (
 )
 from weightcached.identity import with_full, with_sample
 from weightcached.key import WeightCacheKey
+from weightcached.system.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.client import Connection
-from weightcached.wire.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.messages import (
     Absent,
     Attach,

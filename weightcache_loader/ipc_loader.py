@@ -33,8 +33,8 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.paths import socket_path
 from weightcached.segments.api import Mapping, open_backend
+from weightcached.system.paths import socket_path
 
 log = init_logger("vllm.weightcached")
 

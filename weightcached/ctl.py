@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weightcached.ctl_progress import ProgressDisplay
     from weightcached.ctl_status import Answers
     from weightcached.ctl_units import Verb
-    from weightcached.install import Outcome
+    from weightcached.system.units import Outcome
 
 WATCH_PERIOD_S = 1.0
 
@@ -37,7 +37,7 @@ class _Group(click.Group):
 
 
 def _checked_devices(ctx: click.Context, param: click.Parameter, devices: Sequence[str]) -> tuple[str, ...]:
-    from weightcached.paths import check_device
+    from weightcached.system.paths import check_device
 
     try:
         return tuple(dict.fromkeys(check_device(device) for device in devices))
@@ -115,7 +115,7 @@ def _ask(devices: Sequence[str]) -> Answers:
         if reply.manifest_error:
             complain(f"{reply.device}: the manifest was refused, the one before stays in force: {reply.manifest_error}")
     if not asked:
-        from weightcached.paths import runtime_dir
+        from weightcached.system.paths import runtime_dir
 
         complain(str(ctl_status.no_daemon(runtime_dir())))
     return answers
@@ -168,7 +168,7 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
 
     asked = list(devices) or devices_with_socket()
     if not asked:
-        from weightcached.paths import runtime_dir
+        from weightcached.system.paths import runtime_dir
 
         raise no_daemon(runtime_dir())
     display = _display()
@@ -256,7 +256,7 @@ def plan(as_json: bool, manifest: Path | None) -> None:
     """
     from weightcached import ctl_plan
     from weightcached.manifest import load_manifest
-    from weightcached.paths import manifest_path
+    from weightcached.system.paths import manifest_path
 
     rows, problems = ctl_plan.rows_of(load_manifest(manifest_path(manifest)))
     for problem in problems:
@@ -322,8 +322,8 @@ def install() -> None:
 
     Files that were edited since are kept. Exit status: 0 written or there already, 1 something is in the way.
     """
-    from weightcached import install as files
     from weightcached.ctl_units import reload_manager
+    from weightcached.system import units as files
 
     outcomes = files.install()
     _report_files(outcomes)
@@ -344,8 +344,8 @@ def uninstall() -> None:
 
     Exit status: 0 also where edited files are left; they are named.
     """
-    from weightcached import install as files
     from weightcached.ctl_units import reload_manager
+    from weightcached.system import units as files
 
     _report_files(files.uninstall())
     reload_manager()

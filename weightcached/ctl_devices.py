@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol, cast
 from weightcached.ctl_status import bytes_text, columns, devices_with_socket
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
 from weightcached.manifest import ALL, Manifest, load_manifest
-from weightcached.paths import is_host_device, manifest_path
+from weightcached.system.paths import is_host_device, manifest_path
 
 _HEAD = ("DEVICE", "NAME", "MEMORY", "SOCKET", "MODELS")
 
 
 class Gpu(Protocol):
-    """What weightcached.devices.list_gpus() gives for each GPU or MIG instance."""
+    """What weightcached.system.gpus.list_gpus() gives for each GPU or MIG instance."""
 
     uuid: str
     name: str
@@ -35,7 +35,7 @@ class Device(NamedTuple):
 def list_gpus() -> list[Gpu]:
     """The GPUs of this machine; none where there is no driver. Raises WeightcachedError where one does not answer."""
     try:
-        module = importlib.import_module("weightcached.devices")
+        module = importlib.import_module("weightcached.system.gpus")
     except ImportError:
         return []
     return cast(list[Gpu], module.list_gpus())

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from weightcached.ctl_progress import ProgressDisplay
 from weightcached.ctl_status import ask_status
 from weightcached.errors import WeightcachedError
-from weightcached.paths import session_environment
+from weightcached.system.paths import session_environment
 
 Verb = Literal["start", "stop", "restart"]
 COMMAND_TIMEOUT_S = 30.0

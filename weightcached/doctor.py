@@ -22,11 +22,18 @@ from typing import Any, Literal, NamedTuple
 from weightcached import __version__
 from weightcached.ctl_devices import list_gpus
 from weightcached.ctl_status import ask_status
-from weightcached.doctor_host import is_full, lingers, output, units_that_are
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
-from weightcached.install import UNITS, config_home, unit_dir
 from weightcached.manifest import ALL, Manifest, load_manifest
-from weightcached.paths import check_private_dir, check_socket, is_host_device, manifest_path, runtime_dir, socket_path
+from weightcached.system.host_checks import is_full, lingers, output, units_that_are
+from weightcached.system.paths import (
+    check_private_dir,
+    check_socket,
+    is_host_device,
+    manifest_path,
+    runtime_dir,
+    socket_path,
+)
+from weightcached.system.units import UNITS, config_home, unit_dir
 
 # FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
 SYSTEMD_MIN = 246
@@ -334,7 +341,7 @@ def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
 
 
 def _persistence(uuid: str) -> Finding:
-    warning = importlib.import_module("weightcached.devices").persistence_warning(uuid)
+    warning = importlib.import_module("weightcached.system.gpus").persistence_warning(uuid)
     if warning:
         return Finding("GPU", "warn", str(warning), f"sudo nvidia-smi -i {uuid} -pm 1")
     return Finding("GPU", "ok", f"{uuid}: persistence mode is on, or cannot be read")

@@ -10,9 +10,9 @@ import msgspec
 from weightcached import index as index_format
 from weightcached.errors import ProtocolError, WeightCacheUnavailableError
 from weightcached.index import TensorIndex
-from weightcached.paths import socket_path
+from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.system.paths import socket_path
 from weightcached.wire.client import Connection
-from weightcached.wire.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.messages import Ready, Refused, Verify
 
 TIMEOUT_S = 30.0

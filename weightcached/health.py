@@ -16,7 +16,7 @@ from weightcached import __version__
 from weightcached.daemon.reconcile import wanted_caches
 from weightcached.errors import ProtocolError, WeightcachedError
 from weightcached.manifest import ALL, Manifest, load_manifest
-from weightcached.paths import manifest_path, runtime_dir, socket_path
+from weightcached.system.paths import manifest_path, runtime_dir, socket_path
 from weightcached.wire.client import Connection, error_of
 from weightcached.wire.messages import CacheStatus, Refused, Status, StatusReply
 

@@ -15,11 +15,11 @@ from typing import Any, Literal, cast
 import msgspec
 
 from weightcached.errors import DeviceError, ManifestError
-from weightcached.paths import check_device, is_host_device
 from weightcached.placement import SIZES, Placement, PlacementError, layout_of, needs
 from weightcached.rendezvous import SOLO, Rendezvous
 from weightcached.rendezvous import parse as parse_rendezvous
 from weightcached.speculative import has_cached_draft
+from weightcached.system.paths import check_device, is_host_device
 from weightcached.yamlnode import Value, read
 
 VERSION = 1

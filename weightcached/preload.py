@@ -27,14 +27,14 @@ import click
 import msgspec
 
 from weightcached.daemon.children import signal_name
-from weightcached.devices import list_gpus, visible_gpus
 from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_USAGE, DeviceError, WeightcachedError
 from weightcached.manifest import OWN_LOAD_FORMATS
-from weightcached.paths import create_runtime_dir, runtime_dir, socket_path
 from weightcached.placement import layout_of, needs
 from weightcached.spawn import Process, spawn
 from weightcached.standin import StandIn
-from weightcached.wire.fds import OwnedFd
+from weightcached.system.fds import OwnedFd
+from weightcached.system.gpus import list_gpus, visible_gpus
+from weightcached.system.paths import create_runtime_dir, runtime_dir, socket_path
 
 log = logging.getLogger(__name__)
 

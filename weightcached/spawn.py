@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from weightcached.daemon import packets
 from weightcached.daemon.fdstore import LISTEN_FDS_START
-from weightcached.wire.fds import OwnedFd
+from weightcached.system.fds import OwnedFd
 
 _PR_SET_PDEATHSIG = 1
 _NOT_STARTED = 127

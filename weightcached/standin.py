@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 
 from weightcached.errors import RuntimePathError
-from weightcached.wire.fds import OwnedFd, close_all
+from weightcached.system.fds import OwnedFd, close_all
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import xxhash
 from weightcached.handout import hand_out
 from weightcached.index import TensorIndex
 from weightcached.segments.api import Mapping, open_backend
-from weightcached.wire.fds import close_all
+from weightcached.system.fds import close_all
 
 # Small enough that the allocator gives the same memory again: fresh pages cost more than the copy out of the device.
 _READ_NBYTES = 8 << 20

@@ -32,7 +32,7 @@ from tests.engine.answers import open_channel
 from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, Script, Silence, StubDaemon, cache, status, welcome
 from weightcached import index as index_format
-from weightcached.wire.fds import sealed_memfd
+from weightcached.system.fds import sealed_memfd
 from weightcached.wire.messages import (
     Absent,
     Descriptors,

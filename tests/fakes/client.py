@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 from weightcached.key import WeightCacheKey
-from weightcached.wire.fds import OwnedFd, close_all
+from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.framing import recv_packet, send_packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,

@@ -17,7 +17,7 @@ from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorI
 from weightcached.job import decode_job
 from weightcached.segments.host import HostBackend
 from weightcached.segments.layout import StorageSpec, plan_segments
-from weightcached.wire.fds import READ_ONLY_SEALS, OwnedFd
+from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd
 
 SMALL_NBYTES = 4096
 

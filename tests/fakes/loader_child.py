@@ -31,7 +31,7 @@ from weightcached import index as index_format
 from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
 from weightcached.job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.segments.layout import ALIGN_BYTES, align_up
-from weightcached.wire.fds import OwnedFd, sealed_memfd
+from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
 from weightcached.wire.messages import (
     Descriptors,

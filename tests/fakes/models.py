@@ -18,7 +18,7 @@ from weightcached.index import LoadReport, ModulePlan, SegmentRecord, StorageRec
 from weightcached.key import WeightCacheKey
 from weightcached.loader import pack, proof
 from weightcached.segments.host import HostBackend, HostMapping
-from weightcached.wire.fds import OwnedFd, close_all
+from weightcached.system.fds import OwnedFd, close_all
 
 CPU = torch.device("cpu")
 Build = Callable[[], nn.Module]

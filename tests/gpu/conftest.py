@@ -13,7 +13,7 @@ import pytest
 from bench.attach import Memory
 from tests.engine.conftest import ENVIRONMENT, Engines, Service
 from tests.systemd.manager import PrivateManager
-from weightcached.devices import list_gpus, visible_gpus
+from weightcached.system.gpus import list_gpus, visible_gpus
 
 with warnings.catch_warnings():
     # Warnings are errors in our tests; those of torch's import are not ours.

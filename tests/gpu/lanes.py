@@ -28,7 +28,7 @@ from tests.engine.conftest import ENVIRONMENT, ROOT, Engines
 from tests.gpu.models import MODELS
 from weightcached.errors import WeightcachedError
 from weightcached.handout import read_index
-from weightcached.paths import socket_path
+from weightcached.system.paths import socket_path
 from weightcached.wire.client import Connection
 from weightcached.wire.messages import Status, StatusReply
 

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from weightcached.segments.cuda import CudaBackend
-from weightcached.wire.fds import OwnedFd
+from weightcached.system.fds import OwnedFd
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,8 @@ from tests.gpu.test_engines import ENGINE, make
 from tests.systemd.manager import PrivateManager
 from weightcached import index as index_format
 from weightcached.handout import hand_out
-from weightcached.paths import socket_path
-from weightcached.wire.fds import OwnedFd, close_all, sealed_memfd
+from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
+from weightcached.system.paths import socket_path
 from weightcached.wire.messages import Descriptors, Request, Status, encode
 
 CACHE = "bf16/target"

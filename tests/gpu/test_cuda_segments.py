@@ -25,11 +25,11 @@ import pytest
 import torch
 
 from tests.gpu.segment_process import END_NBYTES, pattern
-from weightcached import devices
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.cuda import CudaBackend, CudaMapping
 from weightcached.segments.layout import SEGMENT_NBYTES
-from weightcached.wire.fds import OwnedFd
+from weightcached.system import gpus as devices
+from weightcached.system.fds import OwnedFd
 
 MIB = 1 << 20
 GIB = 1 << 30

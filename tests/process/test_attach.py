@@ -17,7 +17,7 @@ from tests.fakes.daemon import DaemonProcess, environment, model, until, write_m
 from weightcached.identity import CheckpointIdentity
 from weightcached.index import MAX_INDEX_BYTES, decode, digest_of
 from weightcached.key import WeightCacheKey
-from weightcached.wire.fds import is_sealed, read_sealed
+from weightcached.system.fds import is_sealed, read_sealed
 from weightcached.wire.messages import (
     Absent,
     Attach,

@@ -21,7 +21,7 @@ from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, model, until
 from weightcached.identity import CheckpointIdentity, FileRecord
 from weightcached.key import WeightCacheKey
-from weightcached.wire.fds import sealed_memfd
+from weightcached.system.fds import sealed_memfd
 from weightcached.wire.framing import MAX_REQUEST_BYTES
 from weightcached.wire.messages import (
     Attach,

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.fakes.daemon import ROOT
 from tests.systemd.conftest import Unit
 from tests.systemd.manager import PrivateManager
-from weightcached.install import source
+from weightcached.system.units import source
 
 NAME = "weightcached-exporter.service"
 

@@ -21,8 +21,8 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
+from weightcached.system.fds import close_all
 from weightcached.wire.client import Connection, error_of
-from weightcached.wire.fds import close_all
 from weightcached.wire.messages import Descriptors, Done, Refused, Status, encode
 
 TIMEOUT_S = 5.0

@@ -435,7 +435,7 @@ def test_verify_that_cannot_read_exits_1(runtime: Path, verifier: list[Any]) -> 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setitem(sys.modules, "weightcached.devices", SimpleNamespace(list_gpus=lambda: found))
+    monkeypatch.setitem(sys.modules, "weightcached.system.gpus", SimpleNamespace(list_gpus=lambda: found))
     return found
 
 

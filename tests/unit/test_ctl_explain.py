@@ -20,7 +20,7 @@ from weightcache_loader.values import encode_value
 from weightcached import index as index_format
 from weightcached.ctl import main
 from weightcached.index import LoadReport, ModulePlan, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
-from weightcached.wire.fds import OwnedFd, sealed_memfd
+from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.messages import Descriptors, Ready, Refused, Request, Status, Verify, encode
 
 MARLIN = "vllm.model_executor.layers.quantization.gptq.Marlin"

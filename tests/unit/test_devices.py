@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from weightcached import devices
-from weightcached.devices import GpuInfo, Holder
 from weightcached.errors import DeviceError
+from weightcached.system import gpus as devices
+from weightcached.system.gpus import GpuInfo, Holder
 
 MIB = 1 << 20
 GPU0 = "GPU-0e3f7e0a-7b6c-4f8e-9a51-3d2c1b0a9f8e"
@@ -326,7 +326,7 @@ def test_kernel_driver_version_comes_from_proc_first(
 
 
 def test_importing_devices_imports_neither_torch_nor_cuda() -> None:
-    code = "import sys, weightcached.devices; print([m for m in ('torch', 'cuda', 'pynvml') if m in sys.modules])"
+    code = "import sys, weightcached.system.gpus; print([m for m in ('torch', 'cuda', 'pynvml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
 

@@ -20,11 +20,12 @@ from click.testing import CliRunner
 
 from tests.fakes.commands import Commands
 from tests.fakes.stub_daemon import StubDaemon, cache, status
-from weightcached import __version__, doctor, doctor_host
+from weightcached import __version__, doctor
 from weightcached.ctl import main
 from weightcached.doctor import Finding
-from weightcached.doctor_host import lingers
-from weightcached.install import install
+from weightcached.system import host_checks as doctor_host
+from weightcached.system.host_checks import lingers
+from weightcached.system.units import install
 
 GPU = "GPU-0e3f0000-0000-4000-8000-00000000000a"
 UID = os.getuid()
@@ -58,7 +59,7 @@ class Machine:
         self.gpus: list[Any] = []
         self.persistence: dict[str, str] = {}
         devices = SimpleNamespace(list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get)
-        monkeypatch.setitem(sys.modules, "weightcached.devices", devices)
+        monkeypatch.setitem(sys.modules, "weightcached.system.gpus", devices)
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
         self.failed_units = self.active_units = ""
 

@@ -30,8 +30,8 @@ from weightcached.errors import (
 from weightcached.identity import full_digest, sample_digest
 from weightcached.index import SegmentRecord, StorageRecord
 from weightcached.key import WeightCacheKey
+from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.client import Connection
-from weightcached.wire.fds import OwnedFd, sealed_memfd
 from weightcached.wire.messages import (
     Absent,
     Attach,

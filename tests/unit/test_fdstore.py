@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from tests.fakes.checkpoints import key_of, write_checkpoint
-from weightcached import devices
 from weightcached import index as index_format
 from weightcached.daemon.fdstore import Expected, FdStore, Stored, StoreError, adopt, current_driver, inherited
 from weightcached.index import LoadReport, SegmentRecord, TensorIndex
 from weightcached.segments.cuda import CudaBackend
-from weightcached.wire.fds import OwnedFd, sealed_memfd
+from weightcached.system import gpus as devices
+from weightcached.system.fds import OwnedFd, sealed_memfd
 
 BOOT = "5e9f1c7a-0000-4000-8000-000000000001"
 EXPECTED = Expected("cpu0", BOOT, None)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from weightcached.errors import ProtocolError
+from weightcached.system.fds import OwnedFd, close_all, is_sealed, read_sealed, sealed_memfd
 from weightcached.wire import framing
-from weightcached.wire.fds import OwnedFd, close_all, is_sealed, read_sealed, sealed_memfd
 from weightcached.wire.framing import MAX_LARGE_BYTES, MAX_PACKET_BYTES, MAX_PACKET_FDS, recv_packet, send_packet
 
 CUT_OFF = (

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from weightcached.ctl import main
-from weightcached.install import InstallError, Outcome, install, is_unmodified, source, uninstall
+from weightcached.system.units import InstallError, Outcome, install, is_unmodified, source, uninstall
 
 UNIT = "systemd/user/weightcached@.service"
 EXPORTER = "systemd/user/weightcached-exporter.service"

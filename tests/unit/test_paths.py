@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from weightcached import paths
 from weightcached.errors import (
     DeviceError,
     ManifestError,
@@ -18,6 +17,7 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
+from weightcached.system import paths
 
 UUID = "0e3f0000-0000-4000-8000-00000000000a"
 

@@ -19,7 +19,7 @@ from weightcache_loader.values import encode_value
 from weightcached.errors import IndexFormatError, SegmentError, UnsupportedQuantForIPCError, WeightcachedError
 from weightcached.index import ModulePlan, StorageRecord, TensorIndex, TensorRecord
 from weightcached.segments.layout import SMALL_NBYTES
-from weightcached.wire.fds import OwnedFd, read_sealed, sealed_memfd
+from weightcached.system.fds import OwnedFd, read_sealed, sealed_memfd
 
 REFUSED = "; this model cannot be attached, load it from disk"
 ALPHA = "layer.alpha"

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.fakes.cuda_driver import MIB, CUresult, FakeDriver, FakeGpu, FakeTensor, IllegalAddress, Live, no_leaks
-from weightcached import devices
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import Backend, Mapping, WritableSegment
 from weightcached.segments.cuda import CudaBackend, CudaMapping, CudaSegment, torch_tensor
@@ -39,7 +38,8 @@ from weightcached.segments.cuda_driver import (
     PrimaryContext,
     Reservation,
 )
-from weightcached.wire.fds import OwnedFd
+from weightcached.system import gpus as devices
+from weightcached.system.fds import OwnedFd
 
 UUID = FakeGpu().uuid
 GPU = f"GPU-{UUID}"

@@ -20,7 +20,7 @@ import torch
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import Backend, Mapping, PrivateCopy, WritableSegment, open_backend
 from weightcached.segments.host import HostBackend
-from weightcached.wire.fds import READ_ONLY_SEALS, OwnedFd, is_sealed, sealed_memfd
+from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd, is_sealed, sealed_memfd
 
 PAGE = mmap.PAGESIZE
 
@@ -338,7 +338,7 @@ def test_segments_read_without_torch(backend: HostBackend) -> None:
     with sealed_memfd("weightcached-segment", b"weights".ljust(PAGE, b"\0")) as fd:
         code = (
             "import sys, mmap; from weightcached.segments.host import HostBackend;"
-            "from weightcached.wire.fds import OwnedFd;"
+            "from weightcached.system.fds import OwnedFd;"
             f"m = HostBackend().map([OwnedFd({fd.fileno()})], [mmap.PAGESIZE]);"
             "print(bytes(m.read(0, 0, 7)), 'torch' in sys.modules)"
         )

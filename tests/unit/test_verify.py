@@ -20,8 +20,8 @@ from weightcached import verify
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
 from weightcached.index import SegmentRecord, StorageRecord
 from weightcached.segments.host import HostBackend, HostMapping
+from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd
 from weightcached.verify import verify_cache, wrong_storages
-from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd
 from weightcached.wire.messages import (
     Absent,
     Descriptors,
@@ -196,7 +196,7 @@ def test_verifying_imports_no_torch(packed: Packed) -> None:
     fds = [*packed.fds, sealed_memfd("index", index_format.encode(index))]
     code = (
         "import sys; from weightcached import index, verify; from weightcached.segments.api import open_backend;"
-        "from weightcached.wire.fds import OwnedFd, read_sealed; *s, i = [OwnedFd(int(a)) for a in sys.argv[1:]];"
+        "from weightcached.system.fds import OwnedFd, read_sealed; *s, i = [OwnedFd(int(a)) for a in sys.argv[1:]];"
         "x = index.decode(read_sealed(i.fileno(), max_nbytes=1 << 30));"
         "m = open_backend('cpu0').map(s, [r.nbytes for r in x.segments]);"
         "print(list(verify.wrong_storages(x, m)), [m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"

@@ -13,7 +13,7 @@ from typing import Literal
 from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index import TensorIndex
 from weightcached.key import WeightCacheKey
-from weightcached.wire.fds import OwnedFd, close_all
+from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.messages import CacheState, CacheStatus, Role
 
 Source = Literal["loaded", "adopted"]

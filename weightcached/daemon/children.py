@@ -22,8 +22,8 @@ from weightcached.daemon import packets
 from weightcached.daemon.logs import printable
 from weightcached.errors import CheckpointError
 from weightcached.identity import CheckpointIdentity
-from weightcached.paths import is_host_device
-from weightcached.wire.fds import OwnedFd, sealed_memfd
+from weightcached.system.fds import OwnedFd, sealed_memfd
+from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ import socket
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import NamedTuple
 
-from weightcached import devices
 from weightcached.daemon.caches import Generation
 from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError
 from weightcached.index import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.paths import is_host_device
-from weightcached.wire.fds import OwnedFd, close_all, read_sealed
+from weightcached.system import gpus as devices
+from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)
 

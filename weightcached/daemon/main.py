@@ -35,7 +35,7 @@ from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
 from weightcached.daemon.turns import Queues
 from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, DeviceBusyError, ManifestError, RuntimePathError
-from weightcached.paths import check_device, runtime_dir
+from weightcached.system.paths import check_device, runtime_dir
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 
-from weightcached.wire.fds import OwnedFd
+from weightcached.system.fds import OwnedFd
 
 _UCRED = struct.Struct("3i")
 # Linux 6.5; not in the socket module. Free of the race between reading a pid and opening it.

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from weightcached.errors import DeviceBusyError, RuntimePathError
-from weightcached.paths import create_runtime_dir, lock_path, socket_path
+from weightcached.system.paths import create_runtime_dir, lock_path, socket_path
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from weightcached.identity import changed_files
 from weightcached.job import Meeting
 from weightcached.key import WeightCacheKey
 from weightcached.manifest import Manifest, ModelSpec, load_manifest
-from weightcached.paths import manifest_path
 from weightcached.placement import Placement, layout_of
 from weightcached.speculative import has_cached_draft
-from weightcached.wire.fds import close_all
+from weightcached.system.fds import close_all
+from weightcached.system.paths import manifest_path
 from weightcached.wire.messages import CacheOutcome, Role
 
 log = logging.getLogger(__name__)

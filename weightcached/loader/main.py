@@ -24,12 +24,12 @@ import msgspec
 
 from weightcached import __version__
 from weightcached import index as index_format
-from weightcached.devices import check_present, holders
 from weightcached.errors import EXIT_CONFIG, LoadError, OutOfDeviceMemoryError, SegmentError, WeightcachedError
 from weightcached.job import YOUR_TURN, LoaderJob, decode_job
-from weightcached.paths import is_host_device
 from weightcached.segments.api import Backend, open_backend
-from weightcached.wire.fds import OwnedFd, close_all, sealed_memfd
+from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
+from weightcached.system.gpus import check_present, holders
+from weightcached.system.paths import is_host_device
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
 from weightcached.wire.messages import (
     Descriptors,

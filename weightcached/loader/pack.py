@@ -22,7 +22,7 @@ from weightcached.loader.hashing import SegmentHasher
 from weightcached.mutable import why_written
 from weightcached.segments.api import Backend, WritableSegment
 from weightcached.segments.layout import Layout, Placement, StorageSpec, plan_segments
-from weightcached.wire.fds import OwnedFd, close_all
+from weightcached.system.fds import OwnedFd, close_all
 
 Progress = Callable[[int, int], None]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from weightcached.paths import is_host_device
-from weightcached.wire.fds import OwnedFd
+from weightcached.system.fds import OwnedFd
+from weightcached.system.paths import is_host_device
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from weightcached import devices
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import BackendName
 from weightcached.segments.cuda_driver import Allocation, CudaError, Gpu, MappedRange, PrimaryContext
-from weightcached.wire.fds import OwnedFd, close_all
+from weightcached.system import gpus as devices
+from weightcached.system.fds import OwnedFd, close_all
 
 if TYPE_CHECKING:
     import torch

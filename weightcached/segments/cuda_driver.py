@@ -26,8 +26,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from weightcached.errors import DeviceError, SegmentError
-from weightcached.paths import check_device, is_host_device
-from weightcached.wire.fds import OwnedFd
+from weightcached.system.fds import OwnedFd
+from weightcached.system.paths import check_device, is_host_device
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import BackendName
-from weightcached.wire.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_sealed
+from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_sealed
 
 if TYPE_CHECKING:
     import torch

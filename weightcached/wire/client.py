@@ -17,8 +17,8 @@ from typing import Literal, Self
 
 from weightcached import errors
 from weightcached.errors import ProtocolError, RuntimePathError, WeightcachedError, WeightCacheUnavailableError
-from weightcached.paths import check_socket
-from weightcached.wire.fds import OwnedFd, close_all
+from weightcached.system.fds import OwnedFd, close_all
+from weightcached.system.paths import check_socket
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet, send_packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from weightcached.errors import ProtocolError
-from weightcached.wire.fds import OwnedFd, close_all, read_sealed, sealed_memfd, sealed_nbytes
+from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd, sealed_nbytes
 
 MAX_PACKET_BYTES = 64 * 1024
 # The kernel refuses more than 253 in one message (SCM_MAX_FD).

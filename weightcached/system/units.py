@@ -89,7 +89,7 @@ def is_unmodified(text: str) -> bool:
 def source(name: str) -> Path:
     """A unit file or the example manifest: inside the installed package, or at the top of a source tree."""
     folder = "etc" if name == MANIFEST else "systemd"
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     packaged = package / "data" / folder / name
     if packaged.exists():
         return packaged

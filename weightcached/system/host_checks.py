@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from weightcached.paths import session_environment
+from weightcached.system.paths import session_environment
 
 COMMAND_TIMEOUT_S = 20.0
 LINGER_DIR = Path("/var/lib/systemd/linger")
