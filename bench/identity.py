@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weightcached import digests, identity
+from weightcached.checkpoint import digests, identity
 
 _REPEATS = 5
 

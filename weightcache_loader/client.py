@@ -17,13 +17,13 @@ import msgspec
 
 from weightcached import __version__
 from weightcached import index as index_format
+from weightcached.checkpoint.identity import with_full, with_sample
 from weightcached.errors import (
     CacheConfigMismatchError,
     ProtocolError,
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.identity import with_full, with_sample
 from weightcached.key import WeightCacheKey
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.client import Connection

@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.errors import OutOfDeviceMemoryError, WeightcachedError
-from weightcached.identity import record_checkpoint
 from weightcached.segments.api import open_backend
 from weightcached.wire.client import Connection
 from weightcached.wire.messages import Fallback, Status, StatusReply

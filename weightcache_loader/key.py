@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from weightcache_loader.engine import stage_of_platform
-from weightcached.identity import record_checkpoint
+from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.key import ABSENT, WeightCacheKey
 
 # Variables of vLLM that choose a kernel, a layout or a value at load time, by what vLLM calls such things.

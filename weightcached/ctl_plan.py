@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from weightcached.checkpoint import open_recorded
+from weightcached.checkpoint.files import open_recorded
+from weightcached.checkpoint.identity import record_checkpoint
+from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.ctl_status import bytes_text, columns
 from weightcached.daemon.reconcile import roles
 from weightcached.errors import CheckpointError
-from weightcached.headers import read_header
-from weightcached.identity import record_checkpoint
 from weightcached.manifest import ALL, Manifest, ModelSpec
 from weightcached.placement import Layout, Placement, layout_of, place
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from weightcached.identity import CheckpointIdentity
+from weightcached.checkpoint.identity import CheckpointIdentity
 
 # What an engine version does not know is recorded as this, never guessed.
 ABSENT = "absent"

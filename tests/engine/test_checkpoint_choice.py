@@ -1,4 +1,4 @@
-"""weightcached.checkpoint chooses the files that the installed vLLM's own default loader chooses."""
+"""weightcached.checkpoint.files chooses the files that the installed vLLM's own default loader chooses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.errors import CheckpointError
-from weightcached.identity import record_checkpoint
 
 FORMATS = ("auto", "hf", "safetensors", "mistral", "pt", "npcache")
 SHARDS = [f"model-{i}-of-11.safetensors" for i in range(1, 12)]

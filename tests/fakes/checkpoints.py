@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from weightcached.identity import CheckpointIdentity, FileRecord
+from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
 from weightcached.key import WeightCacheKey
 
 WEIGHTS = "model.safetensors"

@@ -13,7 +13,7 @@ from torch import nn
 
 from weightcache_loader.attach import Binder, Hooks, Storages, skeleton_of
 from weightcached import index as index_format
-from weightcached.identity import CheckpointIdentity
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.index import LoadReport, ModulePlan, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
 from weightcached.key import WeightCacheKey
 from weightcached.loader import pack, proof

@@ -14,7 +14,7 @@ import xxhash
 from tests.fakes import pauses
 from tests.fakes.checkpoints import MIB, WEIGHTS, identity_of, key_of, with_checkpoint, write_checkpoint
 from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
-from weightcached.identity import CheckpointIdentity
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.index import MAX_INDEX_BYTES, decode, digest_of
 from weightcached.key import WeightCacheKey
 from weightcached.system.fds import is_sealed, read_sealed
@@ -268,7 +268,7 @@ def test_equal_checkpoint_wins_over_an_undecided_one(make_daemon: Launcher, chec
 def full_digest(checkpoint: Path) -> str:
     """As the engine makes it, by the identity's own command."""
     identity = msgspec.json.encode(identity_of(checkpoint))
-    command = [sys.executable, "-m", "weightcached.identity", "full"]
+    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
     done = subprocess.run(command, input=identity, capture_output=True, check=True, env=environment())
     return msgspec.json.decode(done.stdout, type=CheckpointIdentity).full
 

@@ -19,7 +19,7 @@ from bench import fuzz
 from tests.fakes.checkpoints import key_of, write_checkpoint
 from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, model, until
-from weightcached.identity import CheckpointIdentity, FileRecord
+from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
 from weightcached.key import WeightCacheKey
 from weightcached.system.fds import sealed_memfd
 from weightcached.wire.framing import MAX_REQUEST_BYTES

@@ -19,7 +19,7 @@ import pytest
 from tests.fakes.checkpoints import identity_of, key_of, with_checkpoint, write_checkpoint
 from tests.fakes.client import Client
 from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
-from weightcached.identity import with_full
+from weightcached.checkpoint.identity import with_full
 from weightcached.key import WeightCacheKey
 from weightcached.wire.messages import Attach, Refused, Reload, ReloadReply
 

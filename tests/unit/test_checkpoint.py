@@ -1,4 +1,4 @@
-"""weightcached.checkpoint: the files that the engine would read, and bad ones refused at once."""
+"""weightcached.checkpoint.files: the files that the engine would read, and bad ones refused at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from weightcached import checkpoint
+from weightcached.checkpoint import files as checkpoint
+from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.errors import CheckpointError
-from weightcached.identity import record_checkpoint
 
 
 def make(directory: Path, *names: str) -> Path:
@@ -284,7 +284,7 @@ def test_an_unreadable_file_is_refused() -> None:
         (directory / "model.safetensors").chmod(0)
         code = (
             "import os, sys; from weightcached.errors import CheckpointError\n"
-            "from weightcached.identity import record_checkpoint\n"
+            "from weightcached.checkpoint.identity import record_checkpoint\n"
             "if os.geteuid() == 0: os.setuid(65534)\n"
             "try: record_checkpoint(sys.argv[1])\n"
             "except CheckpointError as e: print(e, end='')"

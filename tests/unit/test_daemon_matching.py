@@ -9,12 +9,12 @@ import pytest
 
 from tests.fakes.checkpoints import key_of, with_checkpoint, write_checkpoint
 from tests.unit.test_fdstore import EXPECTED, Set
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon import matching
 from weightcached.daemon.caches import Caches, Generation
 from weightcached.daemon.fdstore import adopt
 from weightcached.daemon.matching import Matcher
 from weightcached.errors import CheckpointError
-from weightcached.identity import CheckpointIdentity
 from weightcached.key import WeightCacheKey
 from weightcached.wire.messages import Failed, Loading
 

@@ -1,4 +1,4 @@
-"""weightcached.digests: no digest of a file that changes, all cores for one file, a cache that can only be a cache."""
+"""weightcached.checkpoint.digests: no digest of a file that changes, all cores for one file, a cache that can only be a cache."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcached import digests, identity
-from weightcached.digests import CHUNK_BYTES, SAMPLE_BYTES, DigestCache, sample_ranges
+from weightcached.checkpoint import digests, identity
+from weightcached.checkpoint.digests import CHUNK_BYTES, SAMPLE_BYTES, DigestCache, sample_ranges
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.errors import CheckpointError
-from weightcached.identity import CheckpointIdentity
 
 KEY = (1, 2, 3, 4, 5)
 DIGEST = bytes(range(16))
@@ -298,7 +298,7 @@ def test_without_a_usable_directory_digests_are_made_and_not_kept(
 
 def test_many_processes_writing_one_entry_leave_it_whole(cache_home: Path) -> None:
     code = (
-        "import sys; from weightcached.digests import DigestCache\n"
+        "import sys; from weightcached.checkpoint.digests import DigestCache\n"
         f"cache, key, digest = DigestCache.of_user(), {KEY}, {DIGEST!r}\n"
         "sys.stdin.read()\n"
         "for _ in range(300):\n"

@@ -20,6 +20,7 @@ from tests.fakes.stub_daemon import Answer, Packet, Silence, StubDaemon, welcome
 from weightcache_loader import client
 from weightcache_loader.client import Attachment, Lease, attach, mismatch_text, release
 from weightcached import index as index_format
+from weightcached.checkpoint.identity import full_digest, sample_digest
 from weightcached.errors import (
     CacheConfigMismatchError,
     IndexFormatError,
@@ -27,7 +28,6 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.identity import full_digest, sample_digest
 from weightcached.index import SegmentRecord, StorageRecord
 from weightcached.key import WeightCacheKey
 from weightcached.system.fds import OwnedFd, sealed_memfd

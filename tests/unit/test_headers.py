@@ -1,4 +1,4 @@
-"""weightcached.headers: every malformed header is one error that names file, tensor and value, in bounded memory."""
+"""weightcached.checkpoint.safetensors_header: every malformed header is one error that names file, tensor and value, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from weightcached import headers
+from weightcached.checkpoint import safetensors_header as headers
+from weightcached.checkpoint.identity import check_headers, record_checkpoint, sample_digest
 from weightcached.errors import CheckpointError
-from weightcached.identity import check_headers, record_checkpoint, sample_digest
 
 
 def write(path: Path, header: dict[str, Any] | bytes, data: bytes = b"") -> Path:
@@ -184,7 +184,7 @@ def test_more_tensors_than_the_limit_are_refused_before_they_take_memory(path: P
     write(path, b"{" + b",".join(b'"%d":0' % i for i in range(2_000_001)) + b"}")
     code = (
         "import resource, sys; from weightcached.errors import CheckpointError\n"
-        "from weightcached.identity import check_headers, record_checkpoint\n"
+        "from weightcached.checkpoint.identity import check_headers, record_checkpoint\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try: check_headers(record_checkpoint(sys.argv[1]))\n"
         "except CheckpointError as e: print(e)\n"

@@ -1,4 +1,4 @@
-"""weightcached.identity: the ladder never takes other values for the recorded ones, and is cheap where it can be."""
+"""weightcached.checkpoint.identity: the ladder never takes other values for the recorded ones, and is cheap where it can be."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from weightcached import identity
+from weightcached.checkpoint import identity
+from weightcached.checkpoint.identity import CheckpointIdentity, Different, Equal, FileRecord, Need
 from weightcached.errors import CheckpointError
-from weightcached.identity import CheckpointIdentity, Different, Equal, FileRecord, Need
 
 TENSOR_BYTES = 256 * 1024
 SAMPLED_BYTES = 4096
@@ -432,7 +432,7 @@ def test_the_wire_shape_is_an_array_per_file() -> None:
 
 
 def run_child(stdin: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-W", "error", "-m", "weightcached.identity", *arguments]
+    command = [sys.executable, "-W", "error", "-m", "weightcached.checkpoint.identity", *arguments]
     return subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=False)
 
 
@@ -457,11 +457,14 @@ def test_the_child_refuses_what_is_no_identity() -> None:
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr == b"the identity on standard input does not decode: Expected `str`, got `int` - at `$.root`\n"
     usage = run_child(b"")
-    assert (usage.returncode, usage.stderr) == (2, b"usage: python -m weightcached.identity full < identity.json\n")
+    assert (usage.returncode, usage.stderr) == (
+        2,
+        b"usage: python -m weightcached.checkpoint.identity full < identity.json\n",
+    )
 
 
 def test_the_child_runs_at_the_lowest_priority(checkpoint: Path) -> None:
-    command = [sys.executable, "-m", "weightcached.identity", "full"]
+    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         # It waits for its input, so its niceness can be looked at for as long as it takes to start.
         process = psutil.Process(child.pid)
@@ -474,7 +477,7 @@ def test_the_child_runs_at_the_lowest_priority(checkpoint: Path) -> None:
 
 
 def test_importing_identity_brings_no_heavy_module() -> None:
-    code = "import sys, weightcached.identity; print(*sys.modules)"
+    code = "import sys, weightcached.checkpoint.identity; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"weightcached.identity"} <= set(loaded)
+    assert {"weightcached.checkpoint.identity"} <= set(loaded)
     assert not {"torch", "vllm", "numpy", "safetensors", "hashlib", "concurrent.futures", "asyncio"} & set(loaded)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
 from weightcached.errors import ProtocolError
-from weightcached.identity import CheckpointIdentity, FileRecord
 from weightcached.key import WeightCacheKey
 from weightcached.wire import messages
 from weightcached.wire.messages import (

@@ -18,10 +18,10 @@ from typing import IO, Self
 
 import msgspec
 
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon import packets
 from weightcached.daemon.logs import printable
 from weightcached.errors import CheckpointError
-from weightcached.identity import CheckpointIdentity
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.system.paths import is_host_device
 
@@ -153,7 +153,7 @@ class Child:
 
 async def make_full_digest(identity: CheckpointIdentity) -> str:
     """The full digest of a checkpoint, by a child at the lowest priority. Raises CheckpointError."""
-    command = [sys.executable, "-m", "weightcached.identity", "full"]
+    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
     try:
         child = Child(command, "digest", stdin=msgspec.json.encode(identity), capture=True)
     except OSError as e:

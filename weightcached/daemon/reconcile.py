@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from weightcached.checkpoint.identity import changed_files
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.loading import Delivery, LoaderRun, LoadFailedError, LoadRequest, OnKey, OnProgress
@@ -22,7 +23,6 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.errors import ManifestError
-from weightcached.identity import changed_files
 from weightcached.job import Meeting
 from weightcached.key import WeightCacheKey
 from weightcached.manifest import Manifest, ModelSpec, load_manifest

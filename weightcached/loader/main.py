@@ -190,7 +190,7 @@ def _open(device: str) -> Backend:
 
 
 def _check_checkpoint(job: LoaderJob) -> None:
-    from weightcached.identity import check_headers, record_checkpoint
+    from weightcached.checkpoint.identity import check_headers, record_checkpoint
 
     model = str(_checkpoint_of(job))
     if os.path.isdir(model) and job.engine.get("load_format", "auto") in ("auto", "hf", "safetensors"):
@@ -210,7 +210,7 @@ def _load(
     from weightcache_loader import attach, engine
     from weightcache_loader.hooks import PostProcessing
     from weightcache_loader.key import build_key
-    from weightcached.identity import changed_files, with_sample
+    from weightcached.checkpoint.identity import changed_files, with_sample
     from weightcached.loader import group, pack, proof, rank, shared
 
     key = build_key(vllm_config, model_config, role=job.role)

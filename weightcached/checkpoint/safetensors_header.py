@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from weightcached.checkpoint import read_at
+from weightcached.checkpoint.files import read_at
 from weightcached.errors import CheckpointError
 
 # The limits of the format's own library; MAX_TENSORS is ours and bounds the memory that a hostile header can take.

@@ -4,7 +4,7 @@ The ladder of docs/identity.md: same files, Hub blobs, sample, full digest; the 
 Torch-free; used by the daemon, the loader child and the engine. Which files count is checkpoint.py's, reading
 them headers.py's and digests.py's business.
 
-`python -m weightcached.identity full` is the daemon's low-priority child: an identity as JSON on standard input,
+`python -m weightcached.checkpoint.identity full` is the daemon's low-priority child: an identity as JSON on standard input,
 the same one with its full digest on standard output; a failure is one line on standard error and exit status 1.
 """
 
@@ -18,10 +18,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from weightcached.checkpoint import StatTuple, find_weight_files, open_recorded, stat_tuple
-from weightcached.digests import Source, combine, digest_files, sample_file
+from weightcached.checkpoint.digests import Source, combine, digest_files, sample_file
+from weightcached.checkpoint.files import StatTuple, find_weight_files, open_recorded, stat_tuple
+from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.errors import EXIT_FAILURE, EXIT_USAGE, CheckpointError
-from weightcached.headers import read_header
 
 MAX_FILES = 4096
 _MAX_NAME_CHARS = 1_000
@@ -245,7 +245,7 @@ def _hub_repository(snapshot: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """`full`: identity from standard input, the same with its full digest to standard output. Returns the status."""
     if list(argv) != ["full"]:
-        sys.stderr.write("usage: python -m weightcached.identity full < identity.json\n")
+        sys.stderr.write("usage: python -m weightcached.checkpoint.identity full < identity.json\n")
         return EXIT_USAGE
     _lower_priority()
     try:

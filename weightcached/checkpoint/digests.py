@@ -21,9 +21,9 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from weightcached.checkpoint import StatTuple, check_unchanged, open_recorded, read_at
+from weightcached.checkpoint.files import StatTuple, check_unchanged, open_recorded, read_at
+from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.errors import CheckpointError
-from weightcached.headers import read_header
 
 # Both are part of what a digest means: other values, other digests, and CACHE_FORMAT must then change.
 CHUNK_BYTES = 64 << 20
