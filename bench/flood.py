@@ -34,7 +34,7 @@ from tests.fakes.checkpoints import key_of, write_checkpoint  # noqa: E402
 from tests.fakes.daemon import DaemonProcess, model  # noqa: E402
 from weightcached.checkpoint.identity import MAX_FILES, FileRecord  # noqa: E402
 from weightcached.errors import ProtocolError  # noqa: E402
-from weightcached.key import WeightCacheKey  # noqa: E402
+from weightcached.index.key import WeightCacheKey  # noqa: E402
 from weightcached.system.fds import sealed_memfd  # noqa: E402
 from weightcached.wire.framing import recv_packet, send_packet  # noqa: E402
 from weightcached.wire.messages import PROTOCOL_VERSION, Attach, Hello, Status, encode  # noqa: E402

@@ -39,7 +39,7 @@ from tests.fakes.checkpoints import key_of, write_checkpoint  # noqa: E402
 from tests.fakes.client import Client  # noqa: E402
 from tests.fakes.daemon import DaemonProcess, model  # noqa: E402
 from weightcached.errors import ProtocolError  # noqa: E402
-from weightcached.key import WeightCacheKey  # noqa: E402
+from weightcached.index.key import WeightCacheKey  # noqa: E402
 from weightcached.system.fds import OwnedFd, close_all, sealed_memfd  # noqa: E402
 from weightcached.wire.framing import recv_packet  # noqa: E402
 from weightcached.wire.messages import (  # noqa: E402

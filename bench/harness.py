@@ -15,7 +15,7 @@ from typing import Any
 
 from weightcached.errors import WeightcachedError
 from weightcached.handout import read_index
-from weightcached.index import TensorIndex
+from weightcached.index.tensors import TensorIndex
 from weightcached.system.paths import socket_path
 from weightcached.system.units import source
 from weightcached.wire.client import Connection

@@ -20,7 +20,7 @@ from torch import nn
 from weightcache_loader.values import decode_value
 from weightcache_loader.walk import TensorSlot, tensors, type_name, walk
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
-from weightcached.index import Kind, ModulePlan, TensorIndex, TensorRecord
+from weightcached.index.tensors import Kind, ModulePlan, TensorIndex, TensorRecord
 from weightcached.segments.api import Mapping, PrivateCopy
 
 # A key in brackets, as repr() writes an integer or a string, or a name.

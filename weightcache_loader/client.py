@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from weightcached import __version__
-from weightcached import index as index_format
 from weightcached.checkpoint.identity import with_full, with_sample
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -24,7 +23,8 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.key import WeightCacheKey
+from weightcached.index import tensors as index_format
+from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
 from weightcached.wire.client import Connection
 from weightcached.wire.messages import (

@@ -18,7 +18,7 @@ from torch import nn
 from weightcache_loader import replay
 from weightcache_loader.walk import type_name
 from weightcached.errors import UnsupportedQuantForIPCError
-from weightcached.index import ModulePlan, PlanName
+from weightcached.index.tensors import ModulePlan, PlanName
 
 HookKey = tuple[str, str]
 _HOOK = "process_weights_after_loading"

@@ -24,7 +24,7 @@ import torch
 
 from weightcache_loader.engine import stage_of_platform
 from weightcached.checkpoint.identity import record_checkpoint
-from weightcached.key import ABSENT, WeightCacheKey
+from weightcached.index.key import ABSENT, WeightCacheKey
 
 # Variables of vLLM that choose a kernel, a layout or a value at load time, by what vLLM calls such things.
 _LAYOUT_ENVIRONMENT = re.compile(

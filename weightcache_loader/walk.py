@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from weightcache_loader.values import NotAValue, to_wire
-from weightcached.index import Kind
+from weightcached.index.tensors import Kind
 
 # Modules of vLLM whose objects are the process's, not the model's.
 _PROCESS_MODULES = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from weightcached import index as index_format
 from weightcached.errors import ProtocolError, WeightCacheUnavailableError
-from weightcached.index import TensorIndex
+from weightcached.index import tensors as index_format
+from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
 from weightcached.system.paths import socket_path
 from weightcached.wire.client import Connection

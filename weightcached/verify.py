@@ -14,7 +14,7 @@ from typing import NamedTuple
 import xxhash
 
 from weightcached.handout import hand_out
-from weightcached.index import TensorIndex
+from weightcached.index.tensors import TensorIndex
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.fds import close_all
 

@@ -31,7 +31,7 @@ from torch import nn
 from tests.engine.answers import open_channel
 from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, Script, Silence, StubDaemon, cache, status, welcome
-from weightcached import index as index_format
+from weightcached.index import tensors as index_format
 from weightcached.system.fds import sealed_memfd
 from weightcached.wire.messages import (
     Absent,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 
 WEIGHTS = "model.safetensors"
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.framing import recv_packet, send_packet
 from weightcached.wire.messages import (

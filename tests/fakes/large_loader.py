@@ -12,8 +12,8 @@ import xxhash
 
 from tests.fakes.checkpoints import key_of
 from tests.fakes.loader_child import Child
-from weightcached import index as index_format
-from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.index import tensors as index_format
+from weightcached.index.tensors import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
 from weightcached.job import decode_job
 from weightcached.segments.host import HostBackend
 from weightcached.segments.layout import StorageSpec, plan_segments

@@ -27,8 +27,8 @@ import xxhash
 
 from tests.fakes import pauses
 from tests.fakes.checkpoints import WEIGHTS, key_of
-from weightcached import index as index_format
-from weightcached.index import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.index import tensors as index_format
+from weightcached.index.tensors import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
 from weightcached.job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.segments.layout import ALIGN_BYTES, align_up
 from weightcached.system.fds import OwnedFd, sealed_memfd

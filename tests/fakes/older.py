@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from weightcached import index
+from weightcached.index import tensors as index
 
 OLD_FORMAT = 0
 

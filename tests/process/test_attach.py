@@ -15,8 +15,8 @@ from tests.fakes import pauses
 from tests.fakes.checkpoints import MIB, WEIGHTS, identity_of, key_of, with_checkpoint, write_checkpoint
 from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
 from weightcached.checkpoint.identity import CheckpointIdentity
-from weightcached.index import MAX_INDEX_BYTES, decode, digest_of
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
+from weightcached.index.tensors import MAX_INDEX_BYTES, decode, digest_of
 from weightcached.system.fds import is_sealed, read_sealed
 from weightcached.wire.messages import (
     Absent,

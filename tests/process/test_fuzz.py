@@ -20,7 +20,7 @@ from tests.fakes.checkpoints import key_of, write_checkpoint
 from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, model, until
 from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import sealed_memfd
 from weightcached.wire.framing import MAX_REQUEST_BYTES
 from weightcached.wire.messages import (

@@ -20,7 +20,7 @@ from tests.fakes.checkpoints import identity_of, key_of, with_checkpoint, write_
 from tests.fakes.client import Client
 from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
 from weightcached.checkpoint.identity import with_full
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import Attach, Refused, Reload, ReloadReply
 
 Launcher = Callable[..., DaemonProcess]

@@ -18,7 +18,7 @@ from tests.fakes.checkpoints import MIB, key_of
 from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.process.conftest import Engine
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
     Absent,
     Attach,

@@ -15,7 +15,7 @@ from weightcached.daemon.caches import Caches, Generation
 from weightcached.daemon.fdstore import adopt
 from weightcached.daemon.matching import Matcher
 from weightcached.errors import CheckpointError
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import Failed, Loading
 
 DIGEST = "ab" * 32

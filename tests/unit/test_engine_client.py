@@ -19,7 +19,6 @@ from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, Silence, StubDaemon, welcome
 from weightcache_loader import client
 from weightcache_loader.client import Attachment, Lease, attach, mismatch_text, release
-from weightcached import index as index_format
 from weightcached.checkpoint.identity import full_digest, sample_digest
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -28,8 +27,9 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.index import SegmentRecord, StorageRecord
-from weightcached.key import WeightCacheKey
+from weightcached.index import tensors as index_format
+from weightcached.index.key import WeightCacheKey
+from weightcached.index.tensors import SegmentRecord, StorageRecord
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.client import Connection
 from weightcached.wire.messages import (

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from tests.fakes.checkpoints import key_of, write_checkpoint
-from weightcached import index as index_format
 from weightcached.daemon.fdstore import Expected, FdStore, Stored, StoreError, adopt, current_driver, inherited
-from weightcached.index import LoadReport, SegmentRecord, TensorIndex
+from weightcached.index import tensors as index_format
+from weightcached.index.tensors import LoadReport, SegmentRecord, TensorIndex
 from weightcached.segments.cuda import CudaBackend
 from weightcached.system import gpus as devices
 from weightcached.system.fds import OwnedFd, sealed_memfd

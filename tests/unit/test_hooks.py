@@ -22,7 +22,7 @@ from tests.fakes.models import CPU, Packed
 from weightcache_loader import engine, hooks, replay
 from weightcache_loader.hooks import HookFailure, HooksFailedError, PostProcessing
 from weightcached.errors import UnsupportedQuantForIPCError
-from weightcached.index import ModulePlan, PlanName, TensorIndex
+from weightcached.index.tensors import ModulePlan, PlanName, TensorIndex
 from weightcached.job import LoaderJob
 
 REFUSED = "; this model cannot be attached, load it from disk"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.fakes.models import an_index
 from weightcache_loader.values import encode_value
 from weightcached.errors import IndexFormatError
-from weightcached.index import (
+from weightcached.index.tensors import (
     FORMAT_VERSION,
     LoadReport,
     ModulePlan,

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from weightcached.checkpoint.identity import CheckpointIdentity
-from weightcached.key import ABSENT, WeightCacheKey
+from weightcached.index.key import ABSENT, WeightCacheKey
 from weightcached.wire.messages import Attach, decode_request, encode
 
 CHECKPOINT = CheckpointIdentity(root="/models/a")
@@ -65,7 +65,7 @@ def test_digest_does_not_depend_on_the_order_of_mappings() -> None:
 
 def test_digest_is_the_same_in_another_process() -> None:
     code = (
-        "from weightcached.key import *; from weightcached.checkpoint.identity import CheckpointIdentity as C; "
+        "from weightcached.index.key import *; from weightcached.checkpoint.identity import CheckpointIdentity as C; "
         "print(WeightCacheKey(checkpoint=C(root='/models/a'), versions={'a': '1', 'b': '2'}).digest())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

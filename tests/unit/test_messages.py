@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
 from weightcached.errors import ProtocolError
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.wire import messages
 from weightcached.wire.messages import (
     Absent,

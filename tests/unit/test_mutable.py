@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightcached.index import StorageRecord, TensorRecord
-from weightcached.mutable import EXCEPTIONS, NOT_A_PARAMETER, SMALL, reasons, why_written
+from weightcached.index.sharing import EXCEPTIONS, NOT_A_PARAMETER, SMALL, reasons, why_written
+from weightcached.index.tensors import StorageRecord, TensorRecord
 from weightcached.segments.layout import SMALL_NBYTES
 
 # As vLLM names them, with the layer that has them.

@@ -17,7 +17,7 @@ from torch import nn
 from tests.fakes.models import Packed, random_bytes, without_leftovers
 from weightcache_loader.values import encode_value
 from weightcached.errors import IndexFormatError, SegmentError, UnsupportedQuantForIPCError, WeightcachedError
-from weightcached.index import ModulePlan, StorageRecord, TensorIndex, TensorRecord
+from weightcached.index.tensors import ModulePlan, StorageRecord, TensorIndex, TensorRecord
 from weightcached.segments.layout import SMALL_NBYTES
 from weightcached.system.fds import OwnedFd, read_sealed, sealed_memfd
 

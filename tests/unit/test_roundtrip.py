@@ -26,7 +26,7 @@ from tests.fakes.models import (
 )  # fmt: skip
 from weightcache_loader.attach import NOT_THERE, Storages, copy_into, resolve_owner, skeleton_of, tensor_of
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
-from weightcached.index import TensorRecord
+from weightcached.index.tensors import TensorRecord
 from weightcached.loader import pack, proof
 from weightcached.segments.layout import SMALL_NBYTES
 

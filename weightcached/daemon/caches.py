@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from weightcached.daemon.leases import Broadcast, Leases
-from weightcached.index import TensorIndex
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
+from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.messages import CacheState, CacheStatus, Role
 

@@ -22,7 +22,7 @@ from weightcached.daemon.caches import Generation
 from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError
-from weightcached.index import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
 from weightcached.system import gpus as devices
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
 from weightcached.system.paths import is_host_device

@@ -16,7 +16,7 @@ import msgspec
 from weightcached.checkpoint.identity import CheckpointIdentity, Different, Equal, Need, changed_files, decide
 from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.errors import CheckpointError, WeightcachedError
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
     Absent,
     Failed,

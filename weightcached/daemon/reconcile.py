@@ -23,8 +23,8 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.errors import ManifestError
+from weightcached.index.key import WeightCacheKey
 from weightcached.job import Meeting
-from weightcached.key import WeightCacheKey
 from weightcached.manifest import Manifest, ModelSpec, load_manifest
 from weightcached.placement import Placement, layout_of
 from weightcached.speculative import has_cached_draft

@@ -24,7 +24,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.turns import REQUEST_UNITS, Queues, Ticket
 from weightcached.errors import ProtocolError
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,

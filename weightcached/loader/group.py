@@ -26,8 +26,8 @@ import torch.distributed
 
 from weightcached import __version__
 from weightcached.errors import LoadError, ManifestError
+from weightcached.index.key import WeightCacheKey
 from weightcached.job import LoaderJob, Meeting
-from weightcached.key import WeightCacheKey
 from weightcached.placement import layout_of
 
 log = logging.getLogger("weightcached.loader")

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from weightcached import __version__
-from weightcached import index as index_format
 from weightcached.errors import EXIT_CONFIG, LoadError, OutOfDeviceMemoryError, SegmentError, WeightcachedError
+from weightcached.index import tensors as index_format
 from weightcached.job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.segments.api import Backend, open_backend
 from weightcached.system.fds import OwnedFd, close_all, sealed_memfd

@@ -17,9 +17,9 @@ from torch import nn
 from weightcache_loader.attach import NOT_THERE, current, resolve_owner
 from weightcache_loader.walk import TensorSlot, tensors, type_name
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
-from weightcached.index import Kind, SegmentRecord, StorageRecord, TensorRecord
+from weightcached.index.sharing import why_written
+from weightcached.index.tensors import Kind, SegmentRecord, StorageRecord, TensorRecord
 from weightcached.loader.hashing import SegmentHasher
-from weightcached.mutable import why_written
 from weightcached.segments.api import Backend, WritableSegment
 from weightcached.segments.layout import Layout, Placement, StorageSpec, plan_segments
 from weightcached.system.fds import OwnedFd, close_all

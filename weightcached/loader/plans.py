@@ -13,7 +13,7 @@ import msgspec
 
 from weightcache_loader.hooks import HookFailure
 from weightcached.errors import UnsupportedQuantForIPCError
-from weightcached.index import ModulePlan, PlanName
+from weightcached.index.tensors import ModulePlan, PlanName
 
 _NEXT: dict[PlanName, PlanName] = {"rerun": "replay", "replay": "restore"}
 

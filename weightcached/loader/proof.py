@@ -20,7 +20,7 @@ from weightcache_loader.attach import Binder, Hooks, PathError, Storages
 from weightcache_loader.hooks import HooksFailedError
 from weightcache_loader.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.errors import SegmentError
-from weightcached.index import ModulePlan, TensorIndex
+from weightcached.index.tensors import ModulePlan, TensorIndex
 from weightcached.loader.hashing import SegmentHasher
 from weightcached.loader.pack import plain_storage
 from weightcached.loader.plans import Difference, Plans

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from weightcached.errors import ProtocolError
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 
 PROTOCOL_VERSION = 1
 

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from weightcached.errors import IndexFormatError
-from weightcached.key import WeightCacheKey
+from weightcached.index.key import WeightCacheKey
 from weightcached.segments.layout import ALIGN_BYTES
 
 FORMAT_VERSION = 1

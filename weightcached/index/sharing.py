@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from weightcached.index import Kind, StorageRecord, TensorRecord
+from weightcached.index.tensors import Kind, StorageRecord, TensorRecord
 from weightcached.segments.layout import SMALL_NBYTES
 
 SMALL = f"below {SMALL_NBYTES // 1024} KiB"

@@ -1,0 +1,1 @@
+"""Data only: the key, the tensor index, which storages may be shared."""
