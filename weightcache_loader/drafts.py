@@ -1,6 +1,6 @@
 """Draft models: which of them are cached, and the configuration with which vLLM builds one.
 
-Needs vLLM; the daemon, which has none, decides by weightcached/speculative.py. Like engine.py, this is mended when
+Needs vLLM; the daemon, which has none, decides by weightcached/config/drafts.py. Like engine.py, this is mended when
 vLLM changes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from weightcached.speculative import CACHED_METHODS
+from weightcached.config.drafts import CACHED_METHODS
 
 
 def is_draft(vllm_config: Any, model_config: Any) -> bool:

@@ -255,7 +255,7 @@ def plan(as_json: bool, manifest: Path | None) -> None:
     Exit status: 0 shown, 78 the manifest is wrong.
     """
     from weightcached import ctl_plan
-    from weightcached.manifest import load_manifest
+    from weightcached.config.manifest import load_manifest
     from weightcached.system.paths import manifest_path
 
     rows, problems = ctl_plan.rows_of(load_manifest(manifest_path(manifest)))

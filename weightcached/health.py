@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weightcached import __version__
+from weightcached.config.manifest import ALL, Manifest, load_manifest
 from weightcached.daemon.reconcile import wanted_caches
 from weightcached.errors import ProtocolError, WeightcachedError
-from weightcached.manifest import ALL, Manifest, load_manifest
 from weightcached.system.paths import manifest_path, runtime_dir, socket_path
 from weightcached.wire.client import Connection, error_of
 from weightcached.wire.messages import CacheStatus, Refused, Status, StatusReply

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
+from weightcached.config.manifest import OWN_LOAD_FORMATS
+from weightcached.config.ranks import layout_of, needs
 from weightcached.daemon.children import signal_name
 from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_USAGE, DeviceError, WeightcachedError
-from weightcached.manifest import OWN_LOAD_FORMATS
-from weightcached.placement import layout_of, needs
 from weightcached.spawn import Process, spawn
 from weightcached.standin import StandIn
 from weightcached.system.fds import OwnedFd

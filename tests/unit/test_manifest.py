@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from weightcached.config.manifest import Manifest, ModelSpec, load_manifest
+from weightcached.config.rendezvous import Rendezvous
 from weightcached.errors import EXIT_CONFIG, DeviceError, ManifestError
-from weightcached.manifest import Manifest, ModelSpec, load_manifest
-from weightcached.rendezvous import Rendezvous
 
 PLACE = Rendezvous(host="10.0.0.1", port=29600, draft_port=29601, timeout_s=60)
 GPU_A = "GPU-0e3f0000-0000-4000-8000-00000000000a"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightcached.placement import Placement, PlacementError, layout_of, needs, place
+from weightcached.config.ranks import Placement, PlacementError, layout_of, needs, place
 
 
 def ranks(**engine: Any) -> list[tuple[int, int, int, int, int]]:
@@ -151,5 +151,5 @@ def test_placement_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, weightcached.placement, weightcached.ctl_plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, weightcached.config.ranks, weightcached.ctl_plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from weightcached.config.drafts import draft_method, has_cached_draft
+from weightcached.config.manifest import ModelSpec
 from weightcached.daemon.reconcile import roles
-from weightcached.manifest import ModelSpec
-from weightcached.speculative import draft_method, has_cached_draft
 
 METHODS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     "none": (None, None),

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weightcached import manifest as manifests
+from weightcached.config import manifest as manifests
+from weightcached.config.manifest import load_manifest
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG
-from weightcached.manifest import load_manifest
 from weightcached.system.units import UNITS, install, source
 
 GPU = "GPU-0e3f0000-0000-4000-8000-00000000000a"

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weightcached.checkpoint.identity import changed_files
+from weightcached.config.drafts import has_cached_draft
+from weightcached.config.manifest import Manifest, ModelSpec, load_manifest
+from weightcached.config.ranks import Placement, layout_of
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.loading import Delivery, LoaderRun, LoadFailedError, LoadRequest, OnKey, OnProgress
@@ -25,9 +28,6 @@ from weightcached.daemon.notify import Notifier
 from weightcached.errors import ManifestError
 from weightcached.index.key import WeightCacheKey
 from weightcached.job import Meeting
-from weightcached.manifest import Manifest, ModelSpec, load_manifest
-from weightcached.placement import Placement, layout_of
-from weightcached.speculative import has_cached_draft
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
 from weightcached.wire.messages import CacheOutcome, Role

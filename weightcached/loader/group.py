@@ -25,10 +25,10 @@ import torch
 import torch.distributed
 
 from weightcached import __version__
+from weightcached.config.ranks import layout_of
 from weightcached.errors import LoadError, ManifestError
 from weightcached.index.key import WeightCacheKey
 from weightcached.job import LoaderJob, Meeting
-from weightcached.placement import layout_of
 
 log = logging.getLogger("weightcached.loader")
 

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from weightcached.placement import Layout, layout_of
-from weightcached.speculative import has_cached_draft
-from weightcached.yamlnode import Value
+from weightcached.config.drafts import has_cached_draft
+from weightcached.config.located_yaml import Value
+from weightcached.config.ranks import Layout, layout_of
 
 SOLO = "solo"
 KEYS = ("group", "draft_port", "timeout_s")

@@ -14,13 +14,13 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from weightcached.config.drafts import has_cached_draft
+from weightcached.config.located_yaml import Value, read
+from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
+from weightcached.config.rendezvous import SOLO, Rendezvous
+from weightcached.config.rendezvous import parse as parse_rendezvous
 from weightcached.errors import DeviceError, ManifestError
-from weightcached.placement import SIZES, Placement, PlacementError, layout_of, needs
-from weightcached.rendezvous import SOLO, Rendezvous
-from weightcached.rendezvous import parse as parse_rendezvous
-from weightcached.speculative import has_cached_draft
 from weightcached.system.paths import check_device, is_host_device
-from weightcached.yamlnode import Value, read
 
 VERSION = 1
 ALL = "all"

@@ -1,0 +1,1 @@
+"""The manifest, and what follows from it: ranks, rendezvous, drafts."""
