@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.errors import WeightcachedError
-from weightcached.handout import read_index
 from weightcached.index.tensors import TensorIndex
 from weightcached.system.paths import socket_path
 from weightcached.system.units import source
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
+from weightcached.wire.fetch import read_index
 from weightcached.wire.messages import Status, StatusReply
 
 ROOT = Path(__file__).resolve().parent.parent

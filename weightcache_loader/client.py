@@ -26,7 +26,7 @@ from weightcached.errors import (
 from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
 from weightcached.wire.messages import (
     Absent,
     Attach,

@@ -14,7 +14,7 @@ from typing import Any
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.errors import OutOfDeviceMemoryError, WeightcachedError
 from weightcached.segments.api import open_backend
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Fallback, Status, StatusReply
 
 # How often this process did not use a cache, by reason code; with fallback off as well, when the reason is raised.

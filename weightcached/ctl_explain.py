@@ -12,9 +12,9 @@ from typing import Any
 
 from weightcached.ctl_status import bytes_text, columns, progress_text, seconds_text
 from weightcached.errors import WeightcachedError
-from weightcached.handout import read_index
 from weightcached.index.sharing import reasons
 from weightcached.index.tensors import ModulePlan, TensorIndex
+from weightcached.wire.fetch import read_index
 from weightcached.wire.messages import CacheStatus, StatusReply
 
 SHOWN_NAMES = 3

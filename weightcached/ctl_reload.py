@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from weightcached.ctl_progress import ProgressDisplay
 from weightcached.ctl_status import ANSWER_TIMEOUT_S, connect, seconds_text
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
-from weightcached.wire.client import Connection, error_of
+from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import (
     CacheOutcome,
     Done,

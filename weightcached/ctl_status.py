@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from weightcached import __version__
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
 from weightcached.system.paths import runtime_dir, socket_path
-from weightcached.wire.client import Connection, error_of
+from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import CacheStatus, Counters, Refused, Status, StatusReply
 
 ANSWER_TIMEOUT_S = 5.0

@@ -17,7 +17,7 @@ from weightcached.config.manifest import ALL, Manifest, load_manifest
 from weightcached.daemon.reconcile import wanted_caches
 from weightcached.errors import ProtocolError, WeightcachedError
 from weightcached.system.paths import manifest_path, runtime_dir, socket_path
-from weightcached.wire.client import Connection, error_of
+from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import CacheStatus, Refused, Status, StatusReply
 
 # A daemon answers within milliseconds; one that does not is worth an alarm within 2 s.

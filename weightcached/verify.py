@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import xxhash
 
-from weightcached.handout import hand_out
 from weightcached.index.tensors import TensorIndex
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.fds import close_all
+from weightcached.wire.fetch import hand_out
 
 # Small enough that the allocator gives the same memory again: fresh pages cost more than the copy out of the device.
 _READ_NBYTES = 8 << 20

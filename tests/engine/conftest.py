@@ -17,7 +17,7 @@ import pytest
 
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.systemd.manager import PrivateManager
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Counters, Status, StatusReply
 
 ROOT = Path(__file__).resolve().parents[2]

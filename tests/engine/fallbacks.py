@@ -94,8 +94,8 @@ class Process:
         from vllm.model_executor import model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-        from weightcached.job import LoaderJob
         from weightcached.loader import rank
+        from weightcached.wire.loader_job import LoaderJob
 
         class Disk(BaseModelLoader):  # type: ignore[misc]
             """Stands for vLLM's default loader and for the user's own: its model says who asked for what."""
@@ -189,7 +189,7 @@ def dead_daemon(process: Process) -> Iterator[None]:
 @contextlib.contextmanager
 def unreadable(process: Process) -> Iterator[None]:
     """The socket's mode forbids it; root, whom no mode stops, asks as nobody."""
-    from weightcached.wire import client
+    from weightcached.wire import connection as client
 
     connected = client._connected
 
@@ -217,7 +217,7 @@ def open_directory(process: Process) -> Iterator[None]:
 
 @contextlib.contextmanager
 def another_user(process: Process) -> Iterator[None]:
-    from weightcached.wire import client
+    from weightcached.wire import connection as client
 
     with StubDaemon(process.socket), mock.patch.object(client, "getuid", return_value=4242):
         yield

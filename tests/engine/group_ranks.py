@@ -30,7 +30,7 @@ def load(job: Any, meeting: Any) -> dict[str, list[Any]]:
 
 
 def both(case: dict[str, Any], rank: int, port: int) -> list[dict[str, list[Any]]]:
-    from weightcached.job import LoaderJob, Meeting
+    from weightcached.wire.loader_job import LoaderJob, Meeting
 
     job = LoaderJob(
         device=f"cpu{rank}", cache=f"{case['name']}/{case['role']}", role=case["role"], generation=1, spec_digest="",

@@ -29,8 +29,8 @@ def configured(question: dict[str, Any]) -> dict[str, Any]:
     from weightcache_loader import engine
     from weightcache_loader.attach import skeleton_of
     from weightcache_loader.key import build_key
-    from weightcached.job import LoaderJob
     from weightcached.loader import rank
+    from weightcached.wire.loader_job import LoaderJob
 
     job = LoaderJob(
         device="cpu0", cache="m/target", role="target", generation=1, spec_digest="", boot_id="", socket_fd=0,
@@ -53,8 +53,8 @@ def batches(question: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from weightcached.job import LoaderJob
     from weightcached.loader import rank
+    from weightcached.wire.loader_job import LoaderJob
 
     engine = question["batches"]
     job = LoaderJob(

@@ -63,8 +63,8 @@ def load(config: Any) -> dict[str, list[Any]]:
 
 def both(case: dict[str, Any], rank: int, store: Path) -> list[dict[str, list[Any]]]:
     from weightcached.config.ranks import layout_of
-    from weightcached.job import LoaderJob
     from weightcached.loader.rank import create_vllm_config, solo_rank
+    from weightcached.wire.loader_job import LoaderJob
 
     placement = layout_of(case["engine"]).place(rank)
     job = LoaderJob(

@@ -19,8 +19,8 @@ from bench.checkpoints import llama_config, write_checkpoint
 from tests.engine.conftest import ENVIRONMENT, ROOT
 from tests.engine.test_fallbacks import Plugin
 from weightcached.errors import EXIT_CONFIG
-from weightcached.job import LoaderJob, encode_job
 from weightcached.wire.framing import recv_packet
+from weightcached.wire.loader_job import LoaderJob, encode_job
 from weightcached.wire.messages import LoaderFailed, decode_loader
 
 # Processor time, as the machine may be busy with other tests; the wait itself is bounded too.

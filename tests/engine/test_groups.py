@@ -22,8 +22,8 @@ import pytest
 from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, ENVIRONMENT, ROOT, Engines, answers_of_ranks, checkpoint
 from tests.fakes.drafts import Maker, Shape, write_eagle, write_llama
 from weightcached.errors import WeightcachedError
-from weightcached.handout import read_index
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
+from weightcached.wire.fetch import read_index
 from weightcached.wire.messages import Counters, Status, StatusReply
 
 RANKS = 2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, READY_TIMEOUT_S, ROOT, Engines, Service
 from weightcached.errors import WeightcachedError
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Status, StatusReply
 
 

@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from weightcached.job import decode_job
 from weightcached.loader import main, tuning
+from weightcached.wire.loader_job import decode_job
 
 
 class Runner(CPUModelRunner):  # type: ignore[misc]

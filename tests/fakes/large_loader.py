@@ -14,10 +14,10 @@ from tests.fakes.checkpoints import key_of
 from tests.fakes.loader_child import Child
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
-from weightcached.job import decode_job
 from weightcached.segments.host import HostBackend
-from weightcached.segments.layout import StorageSpec, plan_segments
+from weightcached.segments.packing import StorageSpec, plan_segments
 from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd
+from weightcached.wire.loader_job import decode_job
 
 SMALL_NBYTES = 4096
 

@@ -29,10 +29,10 @@ from tests.fakes import pauses
 from tests.fakes.checkpoints import WEIGHTS, key_of
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
-from weightcached.job import YOUR_TURN, LoaderJob, decode_job
-from weightcached.segments.layout import ALIGN_BYTES, align_up
+from weightcached.segments.packing import ALIGN_BYTES, align_up
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
+from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.wire.messages import (
     Descriptors,
     LoaderFailed,

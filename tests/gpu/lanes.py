@@ -27,9 +27,9 @@ from typing import Any
 from tests.engine.conftest import ENVIRONMENT, ROOT, Engines
 from tests.gpu.models import MODELS
 from weightcached.errors import WeightcachedError
-from weightcached.handout import read_index
 from weightcached.system.paths import socket_path
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
+from weightcached.wire.fetch import read_index
 from weightcached.wire.messages import Status, StatusReply
 
 PROMPTS, TOKENS, BURST_TOKENS = 8, 32, 200 * 8

@@ -22,10 +22,10 @@ from tests.fakes.stub_daemon import Answer, Packet, Script, StubDaemon, status, 
 from tests.gpu.conftest import visible
 from tests.gpu.test_engines import ENGINE, make
 from tests.systemd.manager import PrivateManager
-from weightcached.handout import hand_out
 from weightcached.index import tensors as index_format
 from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
 from weightcached.system.paths import socket_path
+from weightcached.wire.fetch import hand_out
 from weightcached.wire.messages import Descriptors, Request, Status, encode
 
 CACHE = "bf16/target"

@@ -27,7 +27,7 @@ import torch
 from tests.gpu.segment_process import END_NBYTES, pattern
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.cuda import CudaBackend, CudaMapping
-from weightcached.segments.layout import SEGMENT_NBYTES
+from weightcached.segments.packing import SEGMENT_NBYTES
 from weightcached.system import gpus as devices
 from weightcached.system.fds import OwnedFd
 

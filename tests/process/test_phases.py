@@ -224,7 +224,7 @@ def test_signal_while_a_generation_is_released(stage: Stage, number: signal.Sign
 
 def test_stopped_daemon_holds_a_client_no_longer_than_its_deadline(stage: Stage) -> None:
     from weightcached.errors import WeightCacheUnavailableError
-    from weightcached.wire.client import Connection
+    from weightcached.wire.connection import Connection
 
     stage.daemon.start()
     stage.daemon.signal(signal.SIGSTOP)

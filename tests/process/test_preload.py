@@ -21,7 +21,7 @@ from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
 from tests.fakes.daemon import BOUND_S, LOADER, ROOT, environment, until
 from weightcached.errors import WeightcachedError
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
 from weightcached.wire.messages import CacheStatus, Drop, Reload, ReloadReply, Status, StatusReply
 
 PARSER = f"{shlex.quote(sys.executable)} -m tests.fakes.parser_child"

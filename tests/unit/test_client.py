@@ -22,7 +22,7 @@ from weightcached.errors import (
     WeightCacheUnavailableError,
 )
 from weightcached.system.fds import close_all
-from weightcached.wire.client import Connection, error_of
+from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import Descriptors, Done, Refused, Status, encode
 
 TIMEOUT_S = 5.0

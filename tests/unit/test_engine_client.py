@@ -31,7 +31,7 @@ from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import SegmentRecord, StorageRecord
 from weightcached.system.fds import OwnedFd, sealed_memfd
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
 from weightcached.wire.messages import (
     Absent,
     Attach,

@@ -23,7 +23,7 @@ from weightcache_loader import engine, hooks, replay
 from weightcache_loader.hooks import HookFailure, HooksFailedError, PostProcessing
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName, TensorIndex
-from weightcached.job import LoaderJob
+from weightcached.wire.loader_job import LoaderJob
 
 REFUSED = "; this model cannot be attached, load it from disk"
 PLUG_IN = "tests.fakes.plug_in"

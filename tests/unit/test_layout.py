@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcached.errors import LayoutError
-from weightcached.segments.layout import (
+from weightcached.segments.packing import (
     ALIGN_BYTES,
     SEGMENT_NBYTES,
     SMALL_NBYTES,

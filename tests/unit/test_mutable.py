@@ -6,7 +6,7 @@ import pytest
 
 from weightcached.index.sharing import EXCEPTIONS, NOT_A_PARAMETER, SMALL, reasons, why_written
 from weightcached.index.tensors import StorageRecord, TensorRecord
-from weightcached.segments.layout import SMALL_NBYTES
+from weightcached.segments.packing import SMALL_NBYTES
 
 # As vLLM names them, with the layer that has them.
 WRITTEN = [

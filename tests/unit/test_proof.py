@@ -18,7 +18,7 @@ from tests.fakes.models import Packed, random_bytes, without_leftovers
 from weightcache_loader.values import encode_value
 from weightcached.errors import IndexFormatError, SegmentError, UnsupportedQuantForIPCError, WeightcachedError
 from weightcached.index.tensors import ModulePlan, StorageRecord, TensorIndex, TensorRecord
-from weightcached.segments.layout import SMALL_NBYTES
+from weightcached.segments.packing import SMALL_NBYTES
 from weightcached.system.fds import OwnedFd, read_sealed, sealed_memfd
 
 REFUSED = "; this model cannot be attached, load it from disk"

@@ -28,7 +28,7 @@ from weightcache_loader.attach import NOT_THERE, Storages, copy_into, resolve_ow
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
 from weightcached.index.tensors import TensorRecord
 from weightcached.loader import pack, proof
-from weightcached.segments.layout import SMALL_NBYTES
+from weightcached.segments.packing import SMALL_NBYTES
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 QUANTIZED = [torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4]

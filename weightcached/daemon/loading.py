@@ -23,10 +23,10 @@ from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError, LoadError, ProtocolError
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.job import YOUR_TURN, LoaderJob, Meeting, encode_job
 from weightcached.system.fds import OwnedFd, close_all, is_sealed, read_sealed
 from weightcached.system.paths import is_host_device
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet
+from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, Meeting, encode_job
 from weightcached.wire.messages import (
     Descriptors,
     LoaderFailed,

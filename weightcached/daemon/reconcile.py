@@ -27,9 +27,9 @@ from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.errors import ManifestError
 from weightcached.index.key import WeightCacheKey
-from weightcached.job import Meeting
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
+from weightcached.wire.loader_job import Meeting
 from weightcached.wire.messages import CacheOutcome, Role
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from weightcached.index.tensors import Kind, StorageRecord, TensorRecord
-from weightcached.segments.layout import SMALL_NBYTES
+from weightcached.segments.packing import SMALL_NBYTES
 
 SMALL = f"below {SMALL_NBYTES // 1024} KiB"
 NOT_A_PARAMETER = "no parameter: a forward pass may write to it"

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from weightcached.errors import IndexFormatError
 from weightcached.index.key import WeightCacheKey
-from weightcached.segments.layout import ALIGN_BYTES
+from weightcached.segments.packing import ALIGN_BYTES
 
 FORMAT_VERSION = 1
 MAX_INDEX_BYTES = 512 * 1024 * 1024

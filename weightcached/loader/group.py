@@ -28,7 +28,7 @@ from weightcached import __version__
 from weightcached.config.ranks import layout_of
 from weightcached.errors import LoadError, ManifestError
 from weightcached.index.key import WeightCacheKey
-from weightcached.job import LoaderJob, Meeting
+from weightcached.wire.loader_job import LoaderJob, Meeting
 
 log = logging.getLogger("weightcached.loader")
 

@@ -25,12 +25,12 @@ import msgspec
 from weightcached import __version__
 from weightcached.errors import EXIT_CONFIG, LoadError, OutOfDeviceMemoryError, SegmentError, WeightcachedError
 from weightcached.index import tensors as index_format
-from weightcached.job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.segments.api import Backend, open_backend
 from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
 from weightcached.system.gpus import check_present, holders
 from weightcached.system.paths import is_host_device
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
+from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.wire.messages import (
     Descriptors,
     LoaderFailed,

@@ -21,7 +21,7 @@ from weightcached.index.sharing import why_written
 from weightcached.index.tensors import Kind, SegmentRecord, StorageRecord, TensorRecord
 from weightcached.loader.hashing import SegmentHasher
 from weightcached.segments.api import Backend, WritableSegment
-from weightcached.segments.layout import Layout, Placement, StorageSpec, plan_segments
+from weightcached.segments.packing import Layout, Placement, StorageSpec, plan_segments
 from weightcached.system.fds import OwnedFd, close_all
 
 Progress = Callable[[int, int], None]

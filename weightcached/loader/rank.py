@@ -20,7 +20,7 @@ import torch.distributed
 from torch import nn
 
 from weightcached.errors import LoadError, ManifestError
-from weightcached.job import LoaderJob
+from weightcached.wire.loader_job import LoaderJob
 
 ByteCounter = Callable[[int], None]
 

@@ -12,7 +12,7 @@ from weightcached.index import tensors as index_format
 from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
 from weightcached.system.paths import socket_path
-from weightcached.wire.client import Connection
+from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Ready, Refused, Verify
 
 TIMEOUT_S = 30.0
