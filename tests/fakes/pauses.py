@@ -90,7 +90,7 @@ def main() -> None:
     from weightcached.daemon import fdstore, reconcile
     from weightcached.daemon import main as daemon
     from weightcached.daemon.caches import Cache
-    from weightcached.daemon.place import Place
+    from weightcached.daemon.endpoint import Place
     from weightcached.daemon.reconcile import Reconciler
 
     _before(daemon, "_raise_descriptor_limit", "lock")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from weightcached.daemon.turns import Turns
+from weightcached.daemon.fairness import Turns
 
 
 async def order(turns: Turns, asked: list[tuple[int, int]]) -> list[int]:

@@ -24,16 +24,16 @@ from weightcached.daemon import fdstore
 from weightcached.daemon.caches import Caches, Generation
 from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.counters import Tally
+from weightcached.daemon.endpoint import Place
+from weightcached.daemon.fairness import Queues
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier, watchdog_period_s
 from weightcached.daemon.peers import Peer
-from weightcached.daemon.place import Place
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
-from weightcached.daemon.turns import Queues
 from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, DeviceBusyError, ManifestError, RuntimePathError
 from weightcached.system.paths import check_device, runtime_dir
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply

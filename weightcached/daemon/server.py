@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from weightcached.daemon import foreign, packets
+from weightcached.daemon import packets
+from weightcached.daemon import untrusted_fds as foreign
+from weightcached.daemon.fairness import BURIAL_UNITS, GREETING_UNITS, Queues, Ticket
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
-from weightcached.daemon.turns import BURIAL_UNITS, GREETING_UNITS, Queues, Ticket
 from weightcached.errors import ProtocolError
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, decode_reply, encode

@@ -14,15 +14,16 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from weightcached import __version__
-from weightcached.daemon import foreign, packets
+from weightcached.daemon import packets
+from weightcached.daemon import untrusted_fds as foreign
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.counters import Tally
+from weightcached.daemon.fairness import REQUEST_UNITS, Queues, Ticket
 from weightcached.daemon.leases import Lease, Leases
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Answer, Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
-from weightcached.daemon.turns import REQUEST_UNITS, Queues, Ticket
 from weightcached.errors import ProtocolError
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from weightcached.daemon.fairness import Ticket
 from weightcached.daemon.packets import readable
-from weightcached.daemon.turns import Ticket
 from weightcached.wire.framing import (
     MAX_PACKET_BYTES,
     Packet,
