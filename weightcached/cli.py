@@ -138,7 +138,7 @@ def preload(
 
     Exit status: 0 stopped, 2 bad usage, else that of the rank that died.
     """
-    from weightcached import preload as command
+    from weightcached.preload import launcher as command
 
     logs.configure("info")
     options = command.Options(
@@ -182,8 +182,8 @@ def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port:
     Exit status: 0 stopped, 1 cannot listen there, 2 bad usage.
     """
     # The daemon has no use for an HTTP server in its memory.
-    from weightcached.exporter import serve_http
-    from weightcached.health import Node
+    from weightcached.exporter.health import Node
+    from weightcached.exporter.server import serve_http
 
     logs.configure("info")
     _end(lambda: serve_http(Node(manifest, socket_dir), host=host, port=port))

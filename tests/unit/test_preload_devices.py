@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightcached import preload
 from weightcached.errors import DeviceError
+from weightcached.preload import launcher as preload
 from weightcached.system.gpus import GpuInfo
 
 GPUS = [GpuInfo(f"GPU-0000000{n}-0000-4000-8000-000000000000", "H200", 1) for n in range(4)]

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import sdnotify
 
 from weightcached.errors import WeightcachedError
-from weightcached.health import Node
+from weightcached.exporter.health import Node
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _metrics(self) -> None:
         try:
-            from weightcached.metrics import CONTENT_TYPE, text_of
+            from weightcached.exporter.metrics import CONTENT_TYPE, text_of
         except ImportError:
             self._answer(HTTPStatus.NOT_IMPLEMENTED, "install prometheus_client: pip install weightcached[exporter]\n")
             return

@@ -30,8 +30,8 @@ from weightcached.config.manifest import OWN_LOAD_FORMATS
 from weightcached.config.ranks import layout_of, needs
 from weightcached.daemon.children import signal_name
 from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_USAGE, DeviceError, WeightcachedError
-from weightcached.spawn import Process, spawn
-from weightcached.standin import StandIn
+from weightcached.preload.notify_server import StandIn
+from weightcached.preload.spawn import Process, spawn
 from weightcached.system.fds import OwnedFd
 from weightcached.system.gpus import list_gpus, visible_gpus
 from weightcached.system.paths import create_runtime_dir, runtime_dir, socket_path

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from weightcached.health import Node
+from weightcached.exporter.health import Node
 from weightcached.wire.messages import CacheStatus, Counters, StatusReply
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

@@ -1,0 +1,1 @@
+"""`weightcached preload`: a daemon per device without systemd."""
