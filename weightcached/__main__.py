@@ -1,5 +1,5 @@
 """`python -m weightcached` is `weightcached`."""
 
-from weightcached.cli import main
+from weightcached.cli.weightcached import main
 
 main()

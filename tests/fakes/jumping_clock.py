@@ -12,7 +12,7 @@ def main() -> None:
     real, jumps = time.time, itertools.cycle((0.0, 10 * YEAR_S, -10 * YEAR_S))
     # What counts in the log is one of those who look.
     time.time = lambda: real() + next(jumps)
-    from weightcached.cli import main as cli
+    from weightcached.cli.weightcached import main as cli
 
     cli()
 

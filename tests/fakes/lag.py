@@ -94,7 +94,7 @@ class Clock:
 
 
 def main() -> None:
-    from weightcached import cli
+    from weightcached.cli import weightcached as cli
 
     clock = Clock(Path(os.environ[VARIABLE]))
     clock.install()

@@ -13,7 +13,7 @@ OLD_FORMAT = 0
 def main() -> None:
     index.FORMAT_VERSION = OLD_FORMAT
     if sys.argv[1:2] == ["serve"]:
-        from weightcached.cli import main as cli
+        from weightcached.cli.weightcached import main as cli
 
         at = sys.argv.index("--loader-command") + 1
         sys.argv[at] = f"{sys.executable} -m tests.fakes.older"

@@ -86,7 +86,7 @@ def _after(owner: Any, name: str, phase: str) -> None:
 
 
 def main() -> None:
-    from weightcached import cli
+    from weightcached.cli import weightcached as cli
     from weightcached.daemon import fdstore, reconcile
     from weightcached.daemon import main as daemon
     from weightcached.daemon.caches import Cache

@@ -264,7 +264,7 @@ class Lane:
 
     def _verify(self, result: Result) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "weightcached.ctl", "verify", f"{result.model}/target"],
+            [sys.executable, "-m", "weightcached.cli.weightcachectl", "verify", f"{result.model}/target"],
             env=self._environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
         result.verify = (done.stdout + done.stderr).strip()[-_LOG_CHARS:]

@@ -22,8 +22,8 @@ from tests.fakes.daemon import DaemonProcess, model
 from tests.fakes.large_loader import SMALL_NBYTES
 from weightcache_loader import client
 from weightcache_loader.attach import Storages, tensor_of
+from weightcached.cli.verify_cache import wrong_storages
 from weightcached.segments.api import open_backend
-from weightcached.verify import wrong_storages
 
 MIB = 1 << 20
 TENSORS = 450

@@ -18,7 +18,7 @@ Launcher = Callable[..., DaemonProcess]
 
 def explain(daemon: DaemonProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "weightcached.ctl", "explain", *arguments],
+        [sys.executable, "-m", "weightcached.cli.weightcachectl", "explain", *arguments],
         env=environment(XDG_RUNTIME_DIR=str(daemon.directory)),
         cwd=ROOT,
         capture_output=True,

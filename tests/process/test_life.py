@@ -275,7 +275,7 @@ def test_soft_limit_of_descriptors_is_raised_to_the_hard_one(make_daemon: Launch
 
 def test_daemon_imports_neither_torch_nor_vllm_nor_numpy() -> None:
     script = (
-        "import sys, pkgutil, importlib, weightcached.cli, weightcached.daemon as d\n"
+        "import sys, pkgutil, importlib, weightcached.cli.weightcached, weightcached.daemon as d\n"
         "for m in pkgutil.iter_modules(d.__path__): importlib.import_module(f'weightcached.daemon.{m.name}')\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'vllm', 'numpy', 'transformers'}))\n"
         "print('weightcached.daemon.main' in sys.modules)"

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon, cache, status
 from weightcached import __version__
-from weightcached.ctl import main
+from weightcached.cli.weightcachectl import main
 from weightcached.errors import SegmentError
 from weightcached.wire.messages import (
     CacheOutcome,
@@ -207,7 +207,7 @@ def test_missing_runtime_directory_exits_78(runtime: Path, monkeypatch: pytest.M
 
 
 def ctl(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "weightcached.ctl", *arguments]
+    return [sys.executable, "-m", "weightcached.cli.weightcachectl", *arguments]
 
 
 def test_status_answers_within_300_ms_of_processor_time(runtime: Path) -> None:
@@ -224,7 +224,7 @@ def test_status_answers_within_300_ms_of_processor_time(runtime: Path) -> None:
 
 def test_status_imports_only_what_a_socket_needs(runtime: Path) -> None:
     code = (
-        "import sys\nfrom weightcached.ctl import main\n"
+        "import sys\nfrom weightcached.cli.weightcachectl import main\n"
         "try: main(['status'])\nexcept SystemExit: pass\n"
         "print(sorted(set(sys.modules) & {'asyncio', 'yaml', 'difflib', 'torch', 'vllm', 'subprocess'}))"
     )
@@ -384,7 +384,7 @@ def test_drop_of_an_unknown_cache_lists_the_known_ones(runtime: Path) -> None:
 
 @pytest.fixture
 def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands for weightcached.verify, which needs segments: gives back or raises what the list holds."""
+    """Stands for weightcached.cli.verify_cache, which needs segments: gives back or raises what the list holds."""
     results: list[Any] = []
 
     def verify_cache(device: str, name: str) -> Any:
@@ -393,7 +393,7 @@ def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise result
         return result
 
-    monkeypatch.setitem(sys.modules, "weightcached.verify", SimpleNamespace(verify_cache=verify_cache))
+    monkeypatch.setitem(sys.modules, "weightcached.cli.verify_cache", SimpleNamespace(verify_cache=verify_cache))
     return results
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from weightcached.ctl import main
+from weightcached.cli.weightcachectl import main
 
 MIB = 1 << 20
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 from tests.fakes.commands import Commands
 from tests.fakes.stub_daemon import StubDaemon, cache, status
-from weightcached import ctl_units
-from weightcached.ctl import main
-from weightcached.ctl_progress import ProgressDisplay
+from weightcached.cli import units as ctl_units
+from weightcached.cli.progress import ProgressDisplay
+from weightcached.cli.weightcachectl import main
 
 UNIT = "weightcached@cpu0.service"
 GIB = 1 << 30

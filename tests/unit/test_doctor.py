@@ -20,9 +20,10 @@ from click.testing import CliRunner
 
 from tests.fakes.commands import Commands
 from tests.fakes.stub_daemon import StubDaemon, cache, status
-from weightcached import __version__, doctor
-from weightcached.ctl import main
-from weightcached.doctor import Finding
+from weightcached import __version__
+from weightcached.cli import doctor
+from weightcached.cli.doctor import Finding
+from weightcached.cli.weightcachectl import main
 from weightcached.system import host_checks as doctor_host
 from weightcached.system.host_checks import lingers
 from weightcached.system.units import install

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from weightcached.ctl import main
+from weightcached.cli.weightcachectl import main
 from weightcached.system.units import InstallError, Outcome, install, is_unmodified, source, uninstall
 
 UNIT = "systemd/user/weightcached@.service"

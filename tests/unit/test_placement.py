@@ -151,5 +151,5 @@ def test_placement_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, weightcached.config.ranks, weightcached.ctl_plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, weightcached.config.ranks, weightcached.cli.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,13 +15,13 @@ from torch import nn
 
 from tests.fakes.models import Packed, an_index, random_bytes
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon
-from weightcached import verify
+from weightcached.cli import verify_cache as verify
+from weightcached.cli.verify_cache import verify_cache, wrong_storages
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import SegmentRecord, StorageRecord
 from weightcached.segments.host import HostBackend, HostMapping
 from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd
-from weightcached.verify import verify_cache, wrong_storages
 from weightcached.wire.messages import (
     Absent,
     Descriptors,
@@ -195,7 +195,7 @@ def test_verifying_imports_no_torch(packed: Packed) -> None:
     index = msgspec.structs.replace(packed.index)
     fds = [*packed.fds, sealed_memfd("index", index_format.encode(index))]
     code = (
-        "import sys; from weightcached import verify; from weightcached.index import tensors as index; from weightcached.segments.api import open_backend;"
+        "import sys; from weightcached.cli import verify_cache as verify; from weightcached.index import tensors as index; from weightcached.segments.api import open_backend;"
         "from weightcached.system.fds import OwnedFd, read_sealed; *s, i = [OwnedFd(int(a)) for a in sys.argv[1:]];"
         "x = index.decode(read_sealed(i.fileno(), max_nbytes=1 << 30));"
         "m = open_backend('cpu0').map(s, [r.nbytes for r in x.segments]);"

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
+from weightcached.cli.devices import list_gpus
+from weightcached.cli.status import ask_status
 from weightcached.config.manifest import ALL, Manifest, load_manifest
-from weightcached.ctl_devices import list_gpus
-from weightcached.ctl_status import ask_status
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
 from weightcached.system.host_checks import is_full, lingers, output, units_that_are
 from weightcached.system.paths import (

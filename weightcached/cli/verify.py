@@ -1,4 +1,4 @@
-"""`weightcachectl verify`: which caches to verify, and the report. The digests are made by weightcached.verify."""
+"""`weightcachectl verify`: which caches to verify, and the report. The digests are made by weightcached.cli.verify_cache."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from weightcached.ctl_reload import holders
-from weightcached.ctl_status import bytes_text
+from weightcached.cli.reload import holders
+from weightcached.cli.status import bytes_text
 from weightcached.errors import WeightcachedError
 from weightcached.wire.messages import StatusReply
 
@@ -15,7 +15,7 @@ SHOWN_NAMES = 5
 
 
 class Verification(Protocol):
-    """What weightcached.verify.verify_cache(device, cache) gives back."""
+    """What weightcached.cli.verify_cache.verify_cache(device, cache) gives back."""
 
     tensors: int
     nbytes: int
@@ -33,7 +33,7 @@ def verify(device: str, cache: str) -> tuple[bool, str]:
     """Whether every digest is the recorded one, and a line that says so or names what differs."""
     try:
         # It maps segments, so it needs what the daemon and this program otherwise do without.
-        module = importlib.import_module("weightcached.verify")
+        module = importlib.import_module("weightcached.cli.verify_cache")
         result = cast(Verification, module.verify_cache(device, cache))
     except ImportError as e:
         return False, f"{device} {cache}: cannot verify: {e}; run it in the environment of the engine"

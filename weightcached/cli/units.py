@@ -6,8 +6,8 @@ import subprocess
 import time
 from typing import Literal, NamedTuple
 
-from weightcached.ctl_progress import ProgressDisplay
-from weightcached.ctl_status import ask_status
+from weightcached.cli.progress import ProgressDisplay
+from weightcached.cli.status import ask_status
 from weightcached.errors import WeightcachedError
 from weightcached.system.paths import session_environment
 

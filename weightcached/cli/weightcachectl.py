@@ -19,9 +19,9 @@ from weightcached import __version__
 from weightcached.errors import EXIT_FAILURE, EXIT_NO_DAEMON, DeviceError, WeightcachedError
 
 if TYPE_CHECKING:
-    from weightcached.ctl_progress import ProgressDisplay
-    from weightcached.ctl_status import Answers
-    from weightcached.ctl_units import Verb
+    from weightcached.cli.progress import ProgressDisplay
+    from weightcached.cli.status import Answers
+    from weightcached.cli.units import Verb
     from weightcached.system.units import Outcome
 
 WATCH_PERIOD_S = 1.0
@@ -93,7 +93,7 @@ def status(devices: Sequence[str], as_json: bool, watch: bool) -> None:
 
 
 def _show_status(devices: Sequence[str], as_json: bool) -> int:
-    from weightcached import ctl_status
+    from weightcached.cli import status as ctl_status
 
     answers = _ask(devices)
     if as_json:
@@ -105,7 +105,7 @@ def _show_status(devices: Sequence[str], as_json: bool) -> int:
 
 def _ask(devices: Sequence[str]) -> Answers:
     """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr."""
-    from weightcached import ctl_status
+    from weightcached.cli import status as ctl_status
 
     asked = list(devices) or ctl_status.devices_with_socket()
     answers = ctl_status.ask_all(asked)
@@ -122,7 +122,7 @@ def _ask(devices: Sequence[str]) -> Answers:
 
 
 def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
-    from weightcached import ctl_status
+    from weightcached.cli import status as ctl_status
 
     clears = sys.stdout.isatty() and not as_json
     shown = ""
@@ -140,7 +140,7 @@ def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
 
 
 def _watched(answers: Answers) -> list[str]:
-    from weightcached import ctl_status
+    from weightcached.cli import status as ctl_status
 
     table = ctl_status.as_table(answers.replies) if answers.replies else ["no daemon answers"]
     return table + [f"{device}: {error}" for device, error in answers.errors.items()]
@@ -163,8 +163,8 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
     Waits for the end and reports each cache. What is being served stays until its successor is complete.
     Exit status: 0 all well, 1 a cache failed or the manifest was refused, 3 no daemon answered.
     """
-    from weightcached.ctl_reload import reload_all
-    from weightcached.ctl_status import devices_with_socket, no_daemon
+    from weightcached.cli.reload import reload_all
+    from weightcached.cli.status import devices_with_socket, no_daemon
 
     asked = list(devices) or devices_with_socket()
     if not asked:
@@ -179,7 +179,7 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
 
 def _report_reload(device: str, end: Any) -> int:
     """Print how one device's reload ended; its exit status, where a lost daemon counts above a failed cache."""
-    from weightcached.ctl_reload import outcome_text
+    from weightcached.cli.reload import outcome_text
 
     if isinstance(end, WeightcachedError):
         complain(f"{device}: {end}")
@@ -193,7 +193,7 @@ def _report_reload(device: str, end: Any) -> int:
 
 
 def _display() -> ProgressDisplay:
-    from weightcached.ctl_progress import ProgressDisplay
+    from weightcached.cli.progress import ProgressDisplay
 
     return ProgressDisplay(sys.stderr)
 
@@ -209,7 +209,7 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     'weightcachectl reload' brings it back.
     Exit status: 0 freed, 1 refused or no such cache, 3 no daemon answered.
     """
-    from weightcached import ctl_reload
+    from weightcached.cli import reload as ctl_reload
 
     answers = _ask(devices)
     if not answers.replies:
@@ -232,7 +232,7 @@ def devices(as_json: bool) -> None:
 
     GPUs of this machine, and what else the manifest or a socket names.
     """
-    from weightcached import ctl_devices
+    from weightcached.cli import devices as ctl_devices
 
     found, problems = ctl_devices.all_devices()
     for problem in problems:
@@ -254,7 +254,7 @@ def plan(as_json: bool, manifest: Path | None) -> None:
     Read from the manifest, with about the size of each, before anything loads.
     Exit status: 0 shown, 78 the manifest is wrong.
     """
-    from weightcached import ctl_plan
+    from weightcached.cli import plan as ctl_plan
     from weightcached.config.manifest import load_manifest
     from weightcached.system.paths import manifest_path
 
@@ -300,7 +300,7 @@ def restart(devices: Sequence[str]) -> None:
 
 
 def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
-    from weightcached.ctl_units import run_job
+    from weightcached.cli.units import run_job
 
     display = _display()
     try:
@@ -322,7 +322,7 @@ def install() -> None:
 
     Files that were edited since are kept. Exit status: 0 written or there already, 1 something is in the way.
     """
-    from weightcached.ctl_units import reload_manager
+    from weightcached.cli.units import reload_manager
     from weightcached.system import units as files
 
     outcomes = files.install()
@@ -344,7 +344,7 @@ def uninstall() -> None:
 
     Exit status: 0 also where edited files are left; they are named.
     """
-    from weightcached.ctl_units import reload_manager
+    from weightcached.cli.units import reload_manager
     from weightcached.system import units as files
 
     _report_files(files.uninstall())
@@ -365,7 +365,7 @@ def doctor(as_json: bool) -> None:
     Each finding is one line, with the command that mends it.
     Exit status: 0 nothing failed (warnings count as that), 1 something failed.
     """
-    from weightcached import doctor as checks
+    from weightcached.cli import doctor as checks
 
     findings = checks.examine()
     if as_json:
@@ -385,7 +385,7 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
     CACHE is a model's name or MODEL/ROLE; all ready caches without it.
     Exit status: 0 all equal, 1 something differs or could not be read, 3 no daemon answered.
     """
-    from weightcached import ctl_verify
+    from weightcached.cli import verify as ctl_verify
 
     answers = _ask(devices)
     if not answers.replies:
@@ -413,8 +413,8 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
     copies and by which rule, and where the loader's proof refused the model.
     Exit status: 0 shown, 1 it is not served, 3 no daemon answered.
     """
-    from weightcached import ctl_explain
-    from weightcached.ctl_reload import holders
+    from weightcached.cli import explain as ctl_explain
+    from weightcached.cli.reload import holders
 
     answers = _ask(devices)
     if not answers.replies:
@@ -429,7 +429,7 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
 
 def _explain_failed_units(devices: Sequence[str]) -> int:
     """A daemon none of whose models could be loaded has ended; systemd keeps what it said."""
-    from weightcached.ctl_units import failures
+    from weightcached.cli.units import failures
 
     ended = {device: error for device, error in failures().items() if not devices or device in devices}
     for device, error in ended.items():

@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
+from weightcached.cli.status import bytes_text, columns, devices_with_socket
 from weightcached.config.manifest import ALL, Manifest, load_manifest
-from weightcached.ctl_status import bytes_text, columns, devices_with_socket
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
 from weightcached.system.paths import is_host_device, manifest_path
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightcached.ctl_status import bytes_text, columns, progress_text, seconds_text
+from weightcached.cli.status import bytes_text, columns, progress_text, seconds_text
 from weightcached.errors import WeightcachedError
 from weightcached.index.sharing import reasons
 from weightcached.index.tensors import ModulePlan, TensorIndex

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from weightcached.checkpoint.files import open_recorded
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.checkpoint.safetensors_header import read_header
+from weightcached.cli.status import bytes_text, columns
 from weightcached.config.manifest import ALL, Manifest, ModelSpec
 from weightcached.config.ranks import Layout, Placement, layout_of, place
-from weightcached.ctl_status import bytes_text, columns
 from weightcached.daemon.reconcile import roles
 from weightcached.errors import CheckpointError
 

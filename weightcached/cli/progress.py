@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from weightcached.ctl_status import progress_text
+from weightcached.cli.status import progress_text
 
 BAR_WIDTH = 24
 # Where the output is no terminal, a phase that goes on is repeated no more often than this.

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
-from weightcached.ctl_progress import ProgressDisplay
-from weightcached.ctl_status import ANSWER_TIMEOUT_S, connect, seconds_text
+from weightcached.cli.progress import ProgressDisplay
+from weightcached.cli.status import ANSWER_TIMEOUT_S, connect, seconds_text
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
 from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import (

@@ -1,0 +1,1 @@
+"""The two commands, `weightcached` and `weightcachectl`: one module a command."""
