@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from weightcache_loader import replay
-from weightcache_loader.walk import type_name
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName
+from weightcached.model.walk import type_name
 
 HookKey = tuple[str, str]
 _HOOK = "process_weights_after_loading"

@@ -20,7 +20,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from weightcache_loader import attach as binding
 from weightcache_loader import client, drafts, engine, fallback
 from weightcache_loader.hooks import PostProcessing
 from weightcache_loader.key import build_key
@@ -33,6 +32,7 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
+from weightcached.model import bind as binding
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.paths import socket_path
 

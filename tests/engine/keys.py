@@ -27,9 +27,9 @@ DEFAULTS = {"enforce_eager": True, "max_model_len": 256}
 def configured(question: dict[str, Any]) -> dict[str, Any]:
     """Build the configuration as the loader child does, and everything that a key is made of."""
     from weightcache_loader import engine
-    from weightcache_loader.attach import skeleton_of
     from weightcache_loader.key import build_key
     from weightcached.loader import rank
+    from weightcached.model.bind import skeleton_of
     from weightcached.wire.loader_job import LoaderJob
 
     job = LoaderJob(
@@ -73,7 +73,7 @@ def bytes_of(model: Any) -> str:
     """Digest of every tensor of the model: name, shape and values."""
     import torch
 
-    from weightcache_loader.walk import tensors
+    from weightcached.model.walk import tensors
 
     digest = hashlib.sha256()
     for slot in tensors(model):

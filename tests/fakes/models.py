@@ -11,12 +11,12 @@ import msgspec
 import torch
 from torch import nn
 
-from weightcache_loader.attach import Binder, Hooks, Storages, skeleton_of
 from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import LoadReport, ModulePlan, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
-from weightcached.loader import pack, proof
+from weightcached.model import pack, proof
+from weightcached.model.bind import Binder, Hooks, Storages, skeleton_of
 from weightcached.segments.host import HostBackend, HostMapping
 from weightcached.system.fds import OwnedFd, close_all
 

@@ -21,8 +21,8 @@ from tests.fakes.checkpoints import key_of, write_checkpoint
 from tests.fakes.daemon import DaemonProcess, model
 from tests.fakes.large_loader import SMALL_NBYTES
 from weightcache_loader import client
-from weightcache_loader.attach import Storages, tensor_of
 from weightcached.cli.verify_cache import wrong_storages
+from weightcached.model.bind import Storages, tensor_of
 from weightcached.segments.api import open_backend
 
 MIB = 1 << 20

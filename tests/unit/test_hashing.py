@@ -6,8 +6,8 @@ import pytest
 import torch
 import xxhash
 
-from weightcached.loader import hashing
-from weightcached.loader.hashing import SegmentHasher
+from weightcached.model import hashing
+from weightcached.model.hashing import SegmentHasher
 
 CPU = torch.device("cpu")
 

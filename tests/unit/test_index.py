@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.models import an_index
-from weightcache_loader.values import encode_value
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import (
     FORMAT_VERSION,
@@ -26,6 +25,7 @@ from weightcached.index.tensors import (
     digest_of,
     encode,
 )
+from weightcached.model.values import encode_value
 
 HEADER_NBYTES = 38
 

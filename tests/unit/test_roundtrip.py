@@ -24,10 +24,10 @@ from tests.fakes.models import (
     random_bytes,
     without_leftovers,
 )  # fmt: skip
-from weightcache_loader.attach import NOT_THERE, Storages, copy_into, resolve_owner, skeleton_of, tensor_of
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
 from weightcached.index.tensors import TensorRecord
-from weightcached.loader import pack, proof
+from weightcached.model import pack, proof
+from weightcached.model.bind import NOT_THERE, Storages, copy_into, resolve_owner, skeleton_of, tensor_of
 from weightcached.segments.packing import SMALL_NBYTES
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

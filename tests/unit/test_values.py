@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcache_loader.values import NotAValue, decode_value, encode_value, from_wire, to_wire
 from weightcached.errors import IndexFormatError
+from weightcached.model.values import NotAValue, decode_value, encode_value, from_wire, to_wire
 
 TAGS = "$device, $dict, $dtype, $enum, $frozenset, $list, $set, $size, $tuple"
 

@@ -75,7 +75,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one module's post-processing is brought to the engine.
 
     `method` is the import path of the class whose hook it is: the module's quantization method, or the module itself.
-    It is empty where no hook is and only values are restored. `values` are typed values (weightcache_loader/values.py)
+    It is empty where no hook is and only values are restored. `values` are typed values (weightcached/model/values.py)
     by full path, set after the hooks ran. `reason` says why the plans before this one were not taken.
     """
 

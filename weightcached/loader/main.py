@@ -207,11 +207,13 @@ def _checkpoint_of(job: LoaderJob) -> Any:
 def _load(
     job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any, peers: Peers | None
 ) -> None:
-    from weightcache_loader import attach, engine
+    from weightcache_loader import engine
     from weightcache_loader.hooks import PostProcessing
     from weightcache_loader.key import build_key
     from weightcached.checkpoint.identity import changed_files, with_sample
-    from weightcached.loader import group, pack, proof, rank, shared
+    from weightcached.loader import group, rank, shared
+    from weightcached.model import bind as attach
+    from weightcached.model import pack, proof
 
     key = build_key(vllm_config, model_config, role=job.role)
     key = msgspec.structs.replace(key, checkpoint=with_sample(key.checkpoint))

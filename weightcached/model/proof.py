@@ -16,14 +16,14 @@ import msgspec
 import torch
 from torch import nn
 
-from weightcache_loader.attach import Binder, Hooks, PathError, Storages
 from weightcache_loader.hooks import HooksFailedError
-from weightcache_loader.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.errors import SegmentError
 from weightcached.index.tensors import ModulePlan, TensorIndex
-from weightcached.loader.hashing import SegmentHasher
-from weightcached.loader.pack import plain_storage
-from weightcached.loader.plans import Difference, Plans
+from weightcached.model.bind import Binder, Hooks, PathError, Storages
+from weightcached.model.hashing import SegmentHasher
+from weightcached.model.pack import plain_storage
+from weightcached.model.plans import Difference, Plans
+from weightcached.model.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.segments.api import Mapping
 
 

@@ -1,6 +1,6 @@
 """Bind a tensor index to a model built on the meta device.
 
-The loader child attaches each generation with this same code before it publishes it (weightcached/loader/proof.py),
+The loader child attaches each generation with this same code before it publishes it (weightcached/model/proof.py),
 so what is proven there is what an engine does. Every tensor of the model comes from the index; one that does not is
 an error, never uninitialised memory.
 """
@@ -17,10 +17,10 @@ import msgspec
 import torch
 from torch import nn
 
-from weightcache_loader.values import decode_value
-from weightcache_loader.walk import TensorSlot, tensors, type_name, walk
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
 from weightcached.index.tensors import Kind, ModulePlan, TensorIndex, TensorRecord
+from weightcached.model.values import decode_value
+from weightcached.model.walk import TensorSlot, tensors, type_name, walk
 from weightcached.segments.api import Mapping, PrivateCopy
 
 # A key in brackets, as repr() writes an integer or a string, or a name.

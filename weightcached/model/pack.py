@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from weightcache_loader.attach import NOT_THERE, current, resolve_owner
-from weightcache_loader.walk import TensorSlot, tensors, type_name
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index.sharing import why_written
 from weightcached.index.tensors import Kind, SegmentRecord, StorageRecord, TensorRecord
-from weightcached.loader.hashing import SegmentHasher
+from weightcached.model.bind import NOT_THERE, current, resolve_owner
+from weightcached.model.hashing import SegmentHasher
+from weightcached.model.walk import TensorSlot, tensors, type_name
 from weightcached.segments.api import Backend, WritableSegment
 from weightcached.segments.packing import Layout, Placement, StorageSpec, plan_segments
 from weightcached.system.fds import OwnedFd, close_all

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weightcache_loader.values import NotAValue, to_wire
 from weightcached.index.tensors import Kind
+from weightcached.model.values import NotAValue, to_wire
 
 # Modules of vLLM whose objects are the process's, not the model's.
 _PROCESS_MODULES = (

@@ -1,0 +1,1 @@
+"""A loaded model as storages and values: torch, no vLLM."""
