@@ -20,9 +20,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from weightcache_loader import client, drafts, engine, fallback
-from weightcache_loader.hooks import PostProcessing
-from weightcache_loader.key import build_key
+from weightcache_loader import client, fallback
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -35,6 +33,10 @@ from weightcached.errors import (
 from weightcached.model import bind as binding
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.paths import socket_path
+from weightcached.vllm_compat import build as engine
+from weightcached.vllm_compat import drafts
+from weightcached.vllm_compat.hooks import PostProcessing
+from weightcached.vllm_compat.key import build_key
 
 log = init_logger("vllm.weightcached")
 

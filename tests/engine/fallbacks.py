@@ -94,7 +94,7 @@ class Process:
         from vllm.model_executor import model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-        from weightcached.loader import rank
+        from weightcached.vllm_compat import solo_rank as rank
         from weightcached.wire.loader_job import LoaderJob
 
         class Disk(BaseModelLoader):  # type: ignore[misc]
@@ -259,7 +259,7 @@ def failing(owner: str, name: str, error: Callable[[], Exception]) -> Context:
 
 @contextlib.contextmanager
 def unsupported_platform(process: Process) -> Iterator[None]:
-    from weightcache_loader import engine
+    from weightcached.vllm_compat import build as engine
 
     with mock.patch.object(engine, "stage_of_platform", return_value=""):
         yield
@@ -432,7 +432,7 @@ def main() -> None:
     """Answer questions until standard input ends. The argument is a checkpoint."""
     say = open_channel()
     torch.set_num_threads(1)
-    from weightcached.loader.rank import solo_rank
+    from weightcached.vllm_compat.solo_rank import solo_rank
 
     process = Process(sys.argv[1])
     with solo_rank(process.config, 0):

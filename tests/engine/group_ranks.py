@@ -16,8 +16,8 @@ from tests.engine.rank_tensors import digests
 
 
 def load(job: Any, meeting: Any) -> dict[str, list[Any]]:
-    from weightcached.loader import rank
-    from weightcached.loader.group import group_rank
+    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat.group_rank import group_rank
 
     config, model_config = rank.configs_of(rank.create_vllm_config(job), job.role)
     if meeting is None:

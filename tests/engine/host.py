@@ -114,7 +114,7 @@ def reload_in_place(llm: Any) -> dict[str, Any]:
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from weightcache_loader.engine import isolated_build
+    from weightcached.vllm_compat.build import isolated_build
 
     config = llm.llm_engine.vllm_config
     loader = get_model_loader(config.load_config)

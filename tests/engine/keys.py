@@ -26,10 +26,10 @@ DEFAULTS = {"enforce_eager": True, "max_model_len": 256}
 
 def configured(question: dict[str, Any]) -> dict[str, Any]:
     """Build the configuration as the loader child does, and everything that a key is made of."""
-    from weightcache_loader import engine
-    from weightcache_loader.key import build_key
-    from weightcached.loader import rank
     from weightcached.model.bind import skeleton_of
+    from weightcached.vllm_compat import build as engine
+    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat.key import build_key
     from weightcached.wire.loader_job import LoaderJob
 
     job = LoaderJob(
@@ -53,7 +53,7 @@ def batches(question: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from weightcached.loader import rank
+    from weightcached.vllm_compat import solo_rank as rank
     from weightcached.wire.loader_job import LoaderJob
 
     engine = question["batches"]
@@ -89,13 +89,13 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     if "counting" in question:
         from vllm import envs
 
-        from weightcache_loader.key import changes_layout
+        from weightcached.vllm_compat.key import changes_layout
 
         return {"names": sorted(name for name in envs.environment_variables if changes_layout(name))}
     if "multimodal" in question:
         from vllm.config import MultiModalConfig
 
-        from weightcache_loader.key import _multimodal
+        from weightcached.vllm_compat.key import _multimodal
 
         return {"text": _multimodal(MultiModalConfig(**question["multimodal"]))}
     with mock.patch.dict(os.environ, question.get("environment", {})):

@@ -21,7 +21,7 @@ def ranks_seen(config: Any, dp_rank: int, rank: int) -> list[int]:
     import torch
     from vllm.distributed import get_dp_group, get_pp_group, get_tp_group, parallel_state
 
-    from weightcached.loader.rank import become_replica, solo_rank
+    from weightcached.vllm_compat.solo_rank import become_replica, solo_rank
 
     config = copy.deepcopy(config)
     become_replica(config, dp_rank)
@@ -35,8 +35,8 @@ def ranks_seen(config: Any, dp_rank: int, rank: int) -> list[int]:
 
 def place_of_worker(config: Any, first_dp_rank: int, local: int, dp_rank: int) -> int:
     """The place that the plug-in works out in the worker that vLLM starts for this rank."""
-    from weightcache_loader.engine import place_on_node
-    from weightcached.loader.rank import become_replica
+    from weightcached.vllm_compat.build import place_on_node
+    from weightcached.vllm_compat.solo_rank import become_replica
 
     config = copy.deepcopy(config)
     parallel = config.parallel_config

@@ -56,14 +56,14 @@ def real_group(config: Any, store: Path, rank: int) -> Iterator[None]:
 
 
 def load(config: Any) -> dict[str, list[Any]]:
-    from weightcached.loader.rank import load_for_stage
+    from weightcached.vllm_compat.solo_rank import load_for_stage
 
     return digests(load_for_stage(config, config.model_config, "loaded", lambda nbytes: None))
 
 
 def both(case: dict[str, Any], rank: int, store: Path) -> list[dict[str, list[Any]]]:
     from weightcached.config.ranks import layout_of
-    from weightcached.loader.rank import create_vllm_config, solo_rank
+    from weightcached.vllm_compat.solo_rank import create_vllm_config, solo_rank
     from weightcached.wire.loader_job import LoaderJob
 
     placement = layout_of(case["engine"]).place(rank)

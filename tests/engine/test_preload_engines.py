@@ -32,7 +32,7 @@ def test_arguments_are_read_as_vllm_reads_them(service: Service) -> None:
     words += ["--kernel-config.enable_flashinfer_autotune=false"]
     words += ["--compilation-config", '{"mode": 3}', "--speculative-config", '{"method": "eagle", "model": "/d"}']
     done = subprocess.run(
-        [sys.executable, "-m", "weightcached.loader.arguments", *words],
+        [sys.executable, "-m", "weightcached.vllm_compat.arguments", *words],
         env=service.env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=ANSWER_TIMEOUT_S,
     )  # fmt: skip
     assert json.loads(done.stdout) == {

@@ -19,7 +19,8 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from weightcached.loader import main, tuning
+from weightcached.loader import main
+from weightcached.vllm_compat import tuning
 from weightcached.wire.loader_job import decode_job
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightcached.errors import LoadError, ManifestError
-from weightcached.loader.group import Peers, _interface_of
+from weightcached.vllm_compat.group_rank import Peers, _interface_of
 from weightcached.wire.loader_job import LoaderJob, Meeting
 
 JOIN_TIMEOUT_S = 30.0

@@ -19,10 +19,11 @@ from torch import nn
 
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.fakes.models import CPU, Packed
-from weightcache_loader import engine, hooks, replay
-from weightcache_loader.hooks import HookFailure, HooksFailedError, PostProcessing
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName, TensorIndex
+from weightcached.vllm_compat import build as engine
+from weightcached.vllm_compat import hooks, replay
+from weightcached.vllm_compat.hooks import HookFailure, HooksFailedError, PostProcessing
 from weightcached.wire.loader_job import LoaderJob
 
 REFUSED = "; this model cannot be attached, load it from disk"
@@ -69,7 +70,7 @@ Load = Callable[..., Model]
 @pytest.fixture(scope="module")
 def configured(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Write a checkpoint's configuration, or all of it, and have vLLM read it."""
-    from weightcached.loader import rank
+    from weightcached.vllm_compat import solo_rank as rank
 
     def configured(config: dict[str, Any], **arguments: Any) -> Any:
         path = tmp_path_factory.mktemp("model")
@@ -100,7 +101,7 @@ def load(llama: Any) -> Iterator[Load]:
     """Load a tiny model as the processed stage does, on the CPU."""
     from vllm.config import set_current_vllm_config
 
-    from weightcached.loader import rank
+    from weightcached.vllm_compat import solo_rank as rank
 
     made: list[Packed] = []
 

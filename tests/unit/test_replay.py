@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.fakes.models import CPU
-from weightcache_loader.replay import NoMetaError, SharedWriteError, WriteGuard, on_meta
+from weightcached.vllm_compat.replay import NoMetaError, SharedWriteError, WriteGuard, on_meta
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.fakes.models import CPU, Packed
-from weightcached.loader import shared
+from weightcached.vllm_compat import draft_sharing as shared
 
 HIDDEN, VOCAB = 8, 16
 

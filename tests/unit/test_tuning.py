@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightcached.loader.tuning import is_wanted
+from weightcached.vllm_compat.tuning import is_wanted
 
 
 @pytest.fixture

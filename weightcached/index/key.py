@@ -1,7 +1,7 @@
 """WeightCacheKey: everything that must be equal for cached bytes to be the right ones.
 
 This module only holds and compares keys. The one function that builds them from an engine's configuration is
-weightcache_loader.key.build_key; the loader child and the engine both call it. docs/identity.md has the table
+weightcached.vllm_compat.key.build_key; the loader child and the engine both call it. docs/identity.md has the table
 of which field guards which fault.
 """
 

@@ -42,7 +42,7 @@ from weightcached.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from weightcached.loader.group import Peers
+    from weightcached.vllm_compat.group_rank import Peers
 
 log = logging.getLogger("weightcached.loader")
 
@@ -151,8 +151,9 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     daemon.phase("importing")
     import torch
 
-    from weightcached.loader import group, rank
     from weightcached.segments.cuda import CudaBackend
+    from weightcached.vllm_compat import group_rank as group
+    from weightcached.vllm_compat import solo_rank as rank
 
     daemon.phase("configuring")
     vllm_config = rank.create_vllm_config(job)
@@ -207,13 +208,15 @@ def _checkpoint_of(job: LoaderJob) -> Any:
 def _load(
     job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any, peers: Peers | None
 ) -> None:
-    from weightcache_loader import engine
-    from weightcache_loader.hooks import PostProcessing
-    from weightcache_loader.key import build_key
     from weightcached.checkpoint.identity import changed_files, with_sample
-    from weightcached.loader import group, rank, shared
     from weightcached.model import bind as attach
     from weightcached.model import pack, proof
+    from weightcached.vllm_compat import build as engine
+    from weightcached.vllm_compat import draft_sharing as shared
+    from weightcached.vllm_compat import group_rank as group
+    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat.hooks import PostProcessing
+    from weightcached.vllm_compat.key import build_key
 
     key = build_key(vllm_config, model_config, role=job.role)
     key = msgspec.structs.replace(key, checkpoint=with_sample(key.checkpoint))
@@ -280,7 +283,7 @@ def _load(
         index = proof.prove(loaded, index, mapping, device, built=built, hooks=hooks, plans=plans)
         _hand_over(daemon, index, packed.fds, _peak_bytes(), counter.done)
 
-        from weightcached.loader import tuning
+        from weightcached.vllm_compat import tuning
 
         def as_engine(model: Any) -> None:
             storages = attach.Storages(index, mapping, device, copy=False)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from weightcache_loader.hooks import HookFailure
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName
+from weightcached.vllm_compat.hooks import HookFailure
 
 _NEXT: dict[PlanName, PlanName] = {"rerun": "replay", "replay": "restore"}
 

@@ -16,7 +16,6 @@ import msgspec
 import torch
 from torch import nn
 
-from weightcache_loader.hooks import HooksFailedError
 from weightcached.errors import SegmentError
 from weightcached.index.tensors import ModulePlan, TensorIndex
 from weightcached.model.bind import Binder, Hooks, PathError, Storages
@@ -25,6 +24,7 @@ from weightcached.model.pack import plain_storage
 from weightcached.model.plans import Difference, Plans
 from weightcached.model.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.segments.api import Mapping
+from weightcached.vllm_compat.hooks import HooksFailedError
 
 
 class Snapshot(NamedTuple):

@@ -102,7 +102,10 @@ class _Parsed(NamedTuple):
 
 async def _engine_arguments(options: Options, stop: asyncio.Event) -> _Parsed:
     """Have vLLM parse its arguments. It prints its own errors, and its help."""
-    command = [*(options.parser_command or (sys.executable, "-m", "weightcached.loader.arguments")), *options.arguments]
+    command = [
+        *(options.parser_command or (sys.executable, "-m", "weightcached.vllm_compat.arguments")),
+        *options.arguments,
+    ]
     # Its information lines would hide the one line that matters here.
     env = {"VLLM_LOGGING_LEVEL": "ERROR", **_environment()}
     with OwnedFd(os.memfd_create("weightcached-arguments", os.MFD_CLOEXEC)) as answer:

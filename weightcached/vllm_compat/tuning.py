@@ -54,7 +54,7 @@ def is_wanted(vllm_config: Any, role: str) -> bool:
 
 def tune(vllm_config: Any, model_config: Any, device: torch.device, attach: Callable[[nn.Module], None]) -> bool:
     """Tune, or say why not; whether it worked. `attach` binds the generation to a model on the meta device."""
-    from weightcache_loader import engine
+    from weightcached.vllm_compat import build as engine
 
     try:
         with engine.isolated_build(vllm_config, keep=False):

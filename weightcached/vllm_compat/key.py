@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from weightcache_loader.engine import stage_of_platform
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.index.key import ABSENT, WeightCacheKey
+from weightcached.vllm_compat.build import stage_of_platform
 
 # Variables of vLLM that choose a kernel, a layout or a value at load time, by what vLLM calls such things.
 _LAYOUT_ENVIRONMENT = re.compile(

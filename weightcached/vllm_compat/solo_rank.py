@@ -67,8 +67,8 @@ def configs_of(vllm_config: Any, role: str) -> tuple[Any, Any]:
 
     Raises ManifestError where there is no draft, or none that is cached.
     """
-    from weightcache_loader import drafts
     from weightcached.config.drafts import CACHED_METHODS
+    from weightcached.vllm_compat import drafts
 
     if role == "target":
         return vllm_config, vllm_config.model_config

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weightcache_loader import replay
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName
 from weightcached.model.walk import type_name
+from weightcached.vllm_compat import replay
 
 HookKey = tuple[str, str]
 _HOOK = "process_weights_after_loading"
