@@ -1,4 +1,4 @@
-"""weightcached.checkpoint.digests: no digest of a file that changes, all cores for one file, a cache that can only be a cache."""
+"""Digests: none of a file that changes, all cores for one file, a cache that can only be a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""weightcached.checkpoint.safetensors_header: every malformed header is one error that names file, tensor and value, in bounded memory."""
+"""Malformed safetensors headers: one error naming file, tensor and value, in bounded memory."""
 
 from __future__ import annotations
 

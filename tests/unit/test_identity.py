@@ -1,4 +1,4 @@
-"""weightcached.checkpoint.identity: the ladder never takes other values for the recorded ones, and is cheap where it can be."""
+"""Checkpoint identity: the ladder never takes other values for the recorded ones."""
 
 from __future__ import annotations
 

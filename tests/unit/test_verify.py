@@ -195,7 +195,8 @@ def test_verifying_imports_no_torch(packed: Packed) -> None:
     index = msgspec.structs.replace(packed.index)
     fds = [*packed.fds, sealed_memfd("index", index_format.encode(index))]
     code = (
-        "import sys; from weightcached.cli import verify_cache as verify; from weightcached.index import tensors as index; from weightcached.segments.api import open_backend;"
+        "import sys; from weightcached.cli import verify_cache as verify;"
+        "from weightcached.index import tensors as index; from weightcached.segments.api import open_backend;"
         "from weightcached.system.fds import OwnedFd, read_sealed; *s, i = [OwnedFd(int(a)) for a in sys.argv[1:]];"
         "x = index.decode(read_sealed(i.fileno(), max_nbytes=1 << 30));"
         "m = open_backend('cpu0').map(s, [r.nbytes for r in x.segments]);"

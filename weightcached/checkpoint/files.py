@@ -1,7 +1,7 @@
 """Which weight files a model argument names, and how they are opened without trusting what lies at their paths.
 
 Mirrors the choice of vLLM's default loader for local directories and for snapshots in the local Hub cache; asks no
-network. Reads no weights: headers.py and digests.py do that, through open_recorded().
+network. Reads no weights: safetensors_header.py and digests.py do that, through open_recorded().
 """
 
 from __future__ import annotations

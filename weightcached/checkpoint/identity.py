@@ -1,10 +1,11 @@
 """Checkpoint identity: decide whether two checkpoints hold the same values, as cheaply as is safe.
 
 The ladder of docs/identity.md: same files, Hub blobs, sample, full digest; the first decisive rung counts.
-Torch-free; used by the daemon, the loader child and the engine. Which files count is checkpoint.py's, reading
-them headers.py's and digests.py's business.
+Torch-free; used by the daemon, the loader child and the engine. Which files count is files.py's, reading
+them safetensors_header.py's and digests.py's business.
 
-`python -m weightcached.checkpoint.identity full` is the daemon's low-priority child: an identity as JSON on standard input,
+`python -m weightcached.checkpoint.identity full` is the daemon's low-priority child: an identity as
+JSON on standard input,
 the same one with its full digest on standard output; a failure is one line on standard error and exit status 1.
 """
 

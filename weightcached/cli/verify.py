@@ -1,4 +1,4 @@
-"""`weightcachectl verify`: which caches to verify, and the report. The digests are made by weightcached.cli.verify_cache."""
+"""`weightcachectl verify`: which caches to verify, and the report."""
 
 from __future__ import annotations
 

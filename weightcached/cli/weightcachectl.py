@@ -1,4 +1,4 @@
-"""`weightcachectl`: parse, call, print, exit. What the commands do is in ctl_*.py, install.py and doctor.py.
+"""`weightcachectl`: parse, call, print, exit. What the commands do is in the modules beside this one.
 
 `status` is asked often and by machines, so each command imports what it needs when it runs.
 """

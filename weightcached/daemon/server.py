@@ -1,6 +1,6 @@
 """The listening socket: accept peers, refuse strangers and crowds, give each of the others a Session.
 
-Owns the socket and the connections; what is said on them is session.py's, who is served when is turns.py's.
+Owns the socket and the connections; what is said on them is session.py's, who is served when is fairness.py's.
 """
 
 from __future__ import annotations

@@ -209,12 +209,8 @@ def _load(
     job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any, peers: Peers | None
 ) -> None:
     from weightcached.checkpoint.identity import changed_files, with_sample
-    from weightcached.model import bind as attach
-    from weightcached.model import pack, proof
-    from weightcached.vllm_compat import build as engine
-    from weightcached.vllm_compat import draft_sharing as shared
-    from weightcached.vllm_compat import group_rank as group
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.model import bind, pack, proof
+    from weightcached.vllm_compat import build, draft_sharing, group_rank, solo_rank
     from weightcached.vllm_compat.hooks import PostProcessing
     from weightcached.vllm_compat.key import build_key
 
@@ -222,20 +218,20 @@ def _load(
     key = msgspec.structs.replace(key, checkpoint=with_sample(key.checkpoint))
     daemon.send(LoaderKey(key=key))
     if peers is not None:
-        peers.agree("known by their keys", group.comparable(key))
-    stage = engine.stage_of_platform()
+        peers.agree("known by their keys", group_rank.comparable(key))
+    stage = build.stage_of_platform()
     device = _device(backend)
 
     @contextmanager
     def built() -> Iterator[Any]:
-        with engine.isolated_build(vllm_config, keep=False):
-            yield engine.build_on_meta(vllm_config, model_config)
+        with build.isolated_build(vllm_config, keep=False):
+            yield build.build_on_meta(vllm_config, model_config)
 
     total = sum(file.size for file in key.checkpoint.files)
     _check_memory(job, backend, total, vllm_config, model_config)
     daemon.phase("weights", total)
     counter = Counter(daemon, total)
-    model = rank.load_for_stage(vllm_config, model_config, stage, counter)
+    model = solo_rank.load_for_stage(vllm_config, model_config, stage, counter)
     if peers is not None:
         # From here on nobody needs the others, nor the place that rank 0 serves.
         daemon.phase("meeting")
@@ -246,7 +242,7 @@ def _load(
             "wait until it is complete, then 'weightcachectl reload'"
         )
     if job.role == "draft":
-        shared.leave_out(model, vllm_config)
+        draft_sharing.leave_out(model, vllm_config)
     loaded = proof.snapshot(model)
     daemon.phase("packing")
     records, sources = pack.describe(model)
@@ -256,7 +252,7 @@ def _load(
         del model, sources
         daemon.phase("proving")
         with built() as bare:
-            skeleton = attach.skeleton_of(bare)
+            skeleton = bind.skeleton_of(bare)
             hooks = PostProcessing(model_config, device, stage=stage)
             plans = hooks.first_plans(bare)
             del bare
@@ -286,8 +282,8 @@ def _load(
         from weightcached.vllm_compat import tuning
 
         def as_engine(model: Any) -> None:
-            storages = attach.Storages(index, mapping, device, copy=False)
-            attach.Binder(model, index, storages).attach(hooks)
+            storages = bind.Storages(index, mapping, device, copy=False)
+            bind.Binder(model, index, storages).attach(hooks)
 
         tuning.run(vllm_config, model_config, device, as_engine, role=job.role, begin=lambda: daemon.phase("tuning"))
 

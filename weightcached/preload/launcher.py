@@ -1,7 +1,7 @@
 """`weightcached preload`: the daemons of one model without systemd, one child for each device of this node.
 
 The engine arguments go through vLLM's own parser, in a child; this process stays free of torch. It stands in for the
-service manager (standin.py): a daemon that dies later is started again and takes its descriptors back.
+service manager (notify_server.py): a daemon that dies later is started again and takes its descriptors back.
 """
 
 from __future__ import annotations

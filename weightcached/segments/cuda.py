@@ -2,7 +2,7 @@
 
 A published segment belongs to its descriptors and mappings, not to a process. Engines map all segments of an index
 into one address range whose pages they cannot write. The calls behind it, and who gives what back, are in
-cuda_driver.py; who uses how much memory is devices.py's.
+cuda_driver.py; who uses how much memory is system/gpus.py's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's internals on the engine's side: the device, and building on the meta device.
 
-A new vLLM release is mended here, in hooks.py, in key.py and in weightcached/vllm_compat/solo_rank.py.
+A new vLLM release is mended here, in hooks.py, in key.py and in solo_rank.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draft models: which of them are cached, and the configuration with which vLLM builds one.
 
-Needs vLLM; the daemon, which has none, decides by weightcached/config/drafts.py. Like engine.py, this is mended when
+Needs vLLM; the daemon, which has none, decides by weightcached/config/drafts.py. Like build.py, this is mended when
 vLLM changes.
 """
 

@@ -2,7 +2,7 @@
 
 A hook is either that of a module's quantization method, or a module's own (attention layers, and the model itself).
 The plans are: `rerun`, after binding, in vLLM's already-processed mode; `replay`, before binding, on the meta device;
-`restore`, not at all. What hooks leave behind is bound and restored by attach.py, whatever the plan.
+`restore`, not at all. What hooks leave behind is bound and restored by model/bind.py, whatever the plan.
 """
 
 from __future__ import annotations
