@@ -2,8 +2,8 @@
 
     python bench/attach.py --work /tmp/bench --json attach.json
 
-Load phases are measured by the same wrapper for all three (probe/weightcached_probe.py). bench/README.md explains the
-figures and keeps the latest table.
+Load phases are measured by the same wrapper for all three (probe/weightcached_probe.py).
+bench/README.md explains the figures and keeps the latest table.
 """
 
 from __future__ import annotations
@@ -37,9 +37,30 @@ SAMPLE_INTERVAL_S = 0.05
 PRELOAD_TIMEOUT_S = 600.0
 SETTLE_S = 1.0
 SIZES = {
-    "small": {"hidden": 2048, "intermediate": 5632, "layers": 16, "heads": 16, "kv_heads": 8, "vocab": 32000},
-    "8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocab": 128256},
-    "32b": {"hidden": 5120, "intermediate": 27648, "layers": 64, "heads": 40, "kv_heads": 8, "vocab": 152064},
+    "small": {
+        "hidden": 2048,
+        "intermediate": 5632,
+        "layers": 16,
+        "heads": 16,
+        "kv_heads": 8,
+        "vocab": 32000,
+    },
+    "8b": {
+        "hidden": 4096,
+        "intermediate": 14336,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "vocab": 128256,
+    },
+    "32b": {
+        "hidden": 5120,
+        "intermediate": 27648,
+        "layers": 64,
+        "heads": 40,
+        "kv_heads": 8,
+        "vocab": 152064,
+    },
 }
 # vLLM's own loader for ipc_cache: our plug-in stays away, the probe measures.
 # The engine core in the process that asks, so that engines one after the other share its imports.
@@ -92,13 +113,33 @@ def rss_of_tree(pid: int) -> int:
 @click.command()
 @click.option("--size", type=click.Choice(sorted(SIZES)), default="8b", show_default=True)
 @click.option("--model", default=None, help="Use this checkpoint instead of a random one.")
-@click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/weightcached-bench"), show_default=True)
-@click.option("--runs", default=5, show_default=True, help="Engine starts for each of the two caches.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    default=Path("/tmp/weightcached-bench"),
+    show_default=True,
+)
+@click.option(
+    "--runs", default=5, show_default=True, help="Engine starts for each of the two caches."
+)
 @click.option("--disk-runs", default=2, show_default=True)
-@click.option("--utilization", default=0.5, show_default=True, help="gpu_memory_utilization of every engine.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write all figures there.")
+@click.option(
+    "--utilization", default=0.5, show_default=True, help="gpu_memory_utilization of every engine."
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Write all figures there.",
+)
 @click.option("--quick", is_flag=True, help="Do not kill the peer and wait for its second load.")
-@click.option("--warm-up/--no-warm-up", default=True, show_default=True, help="Start one engine first, unmeasured.")
+@click.option(
+    "--warm-up/--no-warm-up",
+    default=True,
+    show_default=True,
+    help="Start one engine first, unmeasured.",
+)
 @click.option("--skip-peer", is_flag=True, help="Leave vLLM's preload out.")
 def main(
     size: str, model: str | None, work: Path, runs: int, disk_runs: int, utilization: float, json_path: Path | None,
@@ -116,7 +157,8 @@ def main(
     bench = Bench(model, work, utilization)
     bench.warm_page_cache()
     if warm_up:
-        # What vLLM keeps from a first start, compiled kernels and what it learnt of the model, is there for all three.
+        # What vLLM keeps from a first start, compiled kernels and what it learnt of the model, is
+        # there for all three.
         bench.start("warm-up", "auto").close()
     results: dict[str, Any] = {"machine": machine(), "model": model, "utilization": utilization}
     phases: dict[str, Callable[[], dict[str, Any]]] = {
@@ -145,7 +187,11 @@ class Bench:
         self.work = work
         self.uuid = list_gpus()[0].uuid
         self.memory = Memory(self.uuid)
-        self.engine = {"gpu_memory_utilization": utilization, "enforce_eager": True, "max_model_len": 4096}
+        self.engine = {
+            "gpu_memory_utilization": utilization,
+            "enforce_eager": True,
+            "max_model_len": 4096,
+        }
         self._tokens: dict[str, Any] = {}
 
     def warm_page_cache(self) -> None:
@@ -168,7 +214,9 @@ class Bench:
         self._tokens[name] = started.first["tokens"]
         return started
 
-    def measure(self, name: str, runs: int, started: harness.Engine, load_format: str, **engine: Any) -> dict[str, Any]:
+    def measure(
+        self, name: str, runs: int, started: harness.Engine, load_format: str, **engine: Any
+    ) -> dict[str, Any]:
         """Figures of the engine that runs, and of `runs` - 1 more in the same process."""
         figures: dict[str, Any] = {
             "load_s": [], "load_minus_build_s": [], "worker_load_s": [], "worker_load_minus_build_s": [],
@@ -181,7 +229,9 @@ class Bench:
             figures["load_s"].append(started.load_seconds)
             figures["load_minus_build_s"].append(started.load_seconds - started.build_seconds)
             figures["worker_load_s"].append(started.worker_seconds)
-            figures["worker_load_minus_build_s"].append(started.worker_seconds - started.build_seconds)
+            figures["worker_load_minus_build_s"].append(
+                started.worker_seconds - started.build_seconds
+            )
             figures["loader"] = started.first["loads"][-1]["loader"]
         return figures
 
@@ -205,12 +255,20 @@ class Bench:
             figures["held_bytes"] = self.memory.used() - before
             figures["rss_bytes"] = rss_of_tree(daemon.pid)
             options = {"socket_dir": str(sockets), "fallback": False}
-            with self.start("preload", "ipc_cache", PEER_ENVIRONMENT, model_loader_extra_config=options) as started:
+            with self.start(
+                "preload", "ipc_cache", PEER_ENVIRONMENT, model_loader_extra_config=options
+            ) as started:
                 figures["first_token_s"] = started.first["start_seconds"]
-                figures |= self.measure("preload", runs, started, "ipc_cache", model_loader_extra_config=options)
+                figures |= self.measure(
+                    "preload", runs, started, "ipc_cache", model_loader_extra_config=options
+                )
             if not again:
                 return figures
-            for child in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text(encoding="utf-8").split():
+            for child in (
+                Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children")
+                .read_text(encoding="utf-8")
+                .split()
+            ):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(child), signal.SIGKILL)
             began = time.monotonic()
@@ -233,12 +291,16 @@ class Bench:
         env = harness.ENGINE_ENVIRONMENT | dict(os.environ) | PEER_ENVIRONMENT
         log = self.work / "preload.log"
         with open(log, "w", encoding="utf-8") as out:
-            daemon = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=env)
+            daemon = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, text=True, env=env
+            )
         deadline = time.monotonic() + PRELOAD_TIMEOUT_S
         # Its launcher says so once every rank listens.
         while "Weight cache daemon READY" not in log.read_text(encoding="utf-8", errors="replace"):
             if daemon.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"vllm preload did not come up: {log.read_text(encoding='utf-8')[-3000:]}")
+                raise SystemExit(
+                    f"vllm preload did not come up: {log.read_text(encoding='utf-8')[-3000:]}"
+                )
             time.sleep(0.02)
         return daemon
 
@@ -264,16 +326,24 @@ class Bench:
                 "phases_s": index.load.phases,
             }
             options = {"socket_dir": str(unit.socket_dir), "fallback": False}
-            with self.start("weightcached", "ipc_cache", model_loader_extra_config=options) as started:
+            with self.start(
+                "weightcached", "ipc_cache", model_loader_extra_config=options
+            ) as started:
                 figures["first_token_s"] = started.first["start_seconds"]
-                figures |= self.measure("weightcached", runs, started, "ipc_cache", model_loader_extra_config=options)
+                figures |= self.measure(
+                    "weightcached", runs, started, "ipc_cache", model_loader_extra_config=options
+                )
                 figures |= self._crash(unit, started, options)
         self._wait_until_free(before)
         figures["left_bytes_after_stop"] = self.memory.used() - before
         return figures
 
-    def _crash(self, unit: harness.Unit, serving: harness.Engine, options: dict[str, Any]) -> dict[str, Any]:
-        """Kill the daemon under a serving engine: 200 more requests, the rejoin, the next attach."""
+    def _crash(
+        self, unit: harness.Unit, serving: harness.Engine, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Kill the daemon under a serving engine: 200 more requests, the rejoin, the next
+        attach.
+        """
         expected = serving.first["tokens"]
         killed_at, ready_s = unit.kill()
         same = all(serving.again() == expected for _ in range(200 // PROMPTS))
@@ -316,17 +386,30 @@ def print_table(results: dict[str, Any]) -> None:
     """All figures, and each one's ratio to the two others."""
     columns = [name for name in ("disk", "preload", "weightcached") if name in results]
     click.echo(json.dumps(results["machine"]))
-    click.echo(f"{'':<44}" + "".join(f"{name:>16}" for name in columns) + f"{'of preload':>12}{'of disk':>10}")
+    click.echo(
+        f"{'':<44}"
+        + "".join(f"{name:>16}" for name in columns)
+        + f"{'of preload':>12}{'of disk':>10}"
+    )
     gib, mib = 1 << 30, 1 << 20
     weights = results["weightcached"]["weight_bytes"]
     rows: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
         ("load phase, median of the runs, s", lambda r: statistics.median(r["load_s"])),
         ("load phase, slowest run, s", lambda r: max(r["load_s"])),
-        ("load phase minus meta build, median, s", lambda r: statistics.median(r["load_minus_build_s"])),
+        (
+            "load phase minus meta build, median, s",
+            lambda r: statistics.median(r["load_minus_build_s"]),
+        ),
         ("load_model() of the worker, median, s", lambda r: statistics.median(r["worker_load_s"])),
         ("load_model() of the worker, slowest run, s", lambda r: max(r["worker_load_s"])),
-        ("the same minus meta build, median, s", lambda r: statistics.median(r["worker_load_minus_build_s"])),
-        ("the same minus meta build, slowest run, s", lambda r: max(r["worker_load_minus_build_s"])),
+        (
+            "the same minus meta build, median, s",
+            lambda r: statistics.median(r["worker_load_minus_build_s"]),
+        ),
+        (
+            "the same minus meta build, slowest run, s",
+            lambda r: max(r["worker_load_minus_build_s"]),
+        ),
         ("process start to first tokens, s", lambda r: r["first_token_s"]),
         ("KV blocks", lambda r: r["kv_blocks"]),
         ("daemon start to ready, s", lambda r: r["ready_s"]),
@@ -340,7 +423,9 @@ def print_table(results: dict[str, Any]) -> None:
         for name in columns:
             with contextlib.suppress(KeyError):
                 cells[name] = value(results[name])
-        line = "".join(f"{cells[name]:>16.3f}" if name in cells else f"{'-':>16}" for name in columns)
+        line = "".join(
+            f"{cells[name]:>16.3f}" if name in cells else f"{'-':>16}" for name in columns
+        )
         click.echo(f"{label:<44}{line}{_ratio(cells, 'preload'):>12}{_ratio(cells, 'disk'):>10}")
     ours = results["weightcached"]
     for name in (
@@ -348,7 +433,9 @@ def print_table(results: dict[str, Any]) -> None:
         "left_bytes_after_stop", "phases_s",
     ):  # fmt: skip
         click.echo(f"{name}: {ours[name]}")
-    click.echo(f"tokens equal ({PROMPTS} prompts x {TOKENS}): {'yes' if results['tokens_equal'] else 'no'}")
+    click.echo(
+        f"tokens equal ({PROMPTS} prompts x {TOKENS}): {'yes' if results['tokens_equal'] else 'no'}"
+    )
 
 
 def _ratio(cells: dict[str, float], other: str) -> str:

@@ -1,6 +1,8 @@
-"""Quantized weights as the formats store them, and what a checkpoint's configuration says about each.
+"""Quantized weights as the formats store them, and what a checkpoint's configuration says about
+each.
 
-Quantized are the projections of attention, feed-forward layers and experts; routers, embeddings and the head are not.
+Quantized are the projections of attention, feed-forward layers and experts; routers, embeddings and
+the head are not.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ _NOT_QUANTIZED = ["lm_head", "re:.*gate$"]
 Tensors = dict[str, torch.Tensor]
 
 
-def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+def _compressed(
+    form: str, weights: dict[str, Any], activations: dict[str, Any] | None
+) -> dict[str, Any]:
     """The configuration of a format of compressed-tensors with one scheme for all linear layers."""
-    group: dict[str, Any] = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights}
+    group: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False} | weights,
+    }
     group["input_activations"] = None if activations is None else {"symmetric": True} | activations
     return {
         "quant_method": "compressed-tensors", "format": form, "ignore": _NOT_QUANTIZED,
@@ -38,12 +45,20 @@ _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_siz
 # What a checkpoint's config says about each quantization made here.
 QUANTIZATION: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+    "fp8-block": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    },
     "ct-fp8-static": _compressed(
-        "float-quantized", _FLOAT8 | {"strategy": "tensor"}, _FLOAT8 | {"strategy": "tensor", "dynamic": False}
+        "float-quantized",
+        _FLOAT8 | {"strategy": "tensor"},
+        _FLOAT8 | {"strategy": "tensor", "dynamic": False},
     ),
     "ct-fp8-channel": _compressed(
-        "float-quantized", _FLOAT8 | {"strategy": "channel"}, _FLOAT8 | {"strategy": "token", "dynamic": True}
+        "float-quantized",
+        _FLOAT8 | {"strategy": "channel"},
+        _FLOAT8 | {"strategy": "token", "dynamic": True},
     ),
     "int8": _compressed(
         "int-quantized",
@@ -51,17 +66,33 @@ QUANTIZATION: dict[str, dict[str, Any]] = {
         {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
     ),
     "w4a16": _compressed(
-        "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}, None
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
+        None,
     ),
     "nvfp4": _compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4 | {"dynamic": "local"}),
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "re:.*router"]},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "version": "gemm",
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": False,
+        "sym": True,
+    },
 }
 
 
 def quantization_config(method: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of this configuration says about its quantization; `fp8` knows no patterns, only names."""
+    """What a checkpoint of this configuration says about its quantization; `fp8` knows no patterns,
+    only names.
+    """
     entry = QUANTIZATION[method]
     if entry["quant_method"] != "fp8":
         return entry
@@ -75,8 +106,16 @@ def quantize(method: str, name: str, value: torch.Tensor) -> Tensors:
     mxfp4: gpt-oss's experts, shape (experts, out, in), instead of linear layers.
     """
     if method == "mxfp4":
-        return quantize_mxfp4(name, value) if name.endswith(("gate_up_proj", "down_proj")) else {name: value}
-    if value.ndim != 2 or not name.endswith(".weight") or ("proj" not in name and ".experts." not in name):
+        return (
+            quantize_mxfp4(name, value)
+            if name.endswith(("gate_up_proj", "down_proj"))
+            else {name: value}
+        )
+    if (
+        value.ndim != 2
+        or not name.endswith(".weight")
+        or ("proj" not in name and ".experts." not in name)
+    ):
         return {name: value}
     prefix = name.removesuffix("weight")
     if method == "fp8-block":
@@ -87,14 +126,23 @@ def quantize(method: str, name: str, value: torch.Tensor) -> Tensors:
         return quantize_nvfp4(prefix, value)
     if method == "int8":
         scale = value.float().abs().amax(dim=1, keepdim=True) / 127
-        return {name: (value.float() / scale).round().to(torch.int8), f"{prefix}weight_scale": scale.to(value.dtype)}
+        return {
+            name: (value.float() / scale).round().to(torch.int8),
+            f"{prefix}weight_scale": scale.to(value.dtype),
+        }
     return quantize_int4(method, prefix, value)
 
 
 def quantize_fp8(method: str, prefix: str, value: torch.Tensor) -> Tensors:
-    """float8_e4m3fn with one scale, or one for each output channel; static activations have a scale too."""
+    """float8_e4m3fn with one scale, or one for each output channel; static activations have a scale
+    too.
+    """
     weight = value.float()
-    largest = weight.abs().amax(dim=1, keepdim=True) if method == "ct-fp8-channel" else weight.abs().max().reshape(1)
+    largest = (
+        weight.abs().amax(dim=1, keepdim=True)
+        if method == "ct-fp8-channel"
+        else weight.abs().max().reshape(1)
+    )
     scale = (largest / _FP8_MAX).clamp(min=1e-12)
     made = {f"{prefix}weight": (weight / scale).to(_FP8), f"{prefix}weight_scale": scale}
     if method == "ct-fp8-static":
@@ -103,7 +151,9 @@ def quantize_fp8(method: str, prefix: str, value: torch.Tensor) -> Tensors:
 
 
 def quantize_fp8_block(prefix: str, value: torch.Tensor) -> Tensors:
-    """float8_e4m3fn with one float32 scale for each block of BLOCK x BLOCK; the last ones may be smaller."""
+    """float8_e4m3fn with one float32 scale for each block of BLOCK x BLOCK; the last ones may be
+    smaller.
+    """
     out, inputs = value.shape
     rows, columns = -(-out // BLOCK), -(-inputs // BLOCK)
     padded = torch.zeros(rows * BLOCK, columns * BLOCK)
@@ -115,7 +165,9 @@ def quantize_fp8_block(prefix: str, value: torch.Tensor) -> Tensors:
 
 
 def quantize_nvfp4(prefix: str, value: torch.Tensor) -> Tensors:
-    """Pairs of 4-bit floats in a byte; a float8 scale for 16 inputs, and one float32 scale over those."""
+    """Pairs of 4-bit floats in a byte; a float8 scale for 16 inputs, and one float32 scale over
+    those.
+    """
     out, inputs = value.shape
     groups = value.float().reshape(out, inputs // 16, 16)
     largest = groups.abs().amax(dim=2)

@@ -1,6 +1,8 @@
-"""Small models of several architectures: the configuration as transformers writes it, and each tensor's name and shape.
+"""Small models of several architectures: the configuration as transformers writes it, and each
+tensor's name and shape.
 
-Shapes are the least that the GPU kernels take: head sizes 64 and 128, everything else a multiple of 128.
+Shapes are the least that the GPU kernels take: head sizes 64 and 128, everything else a multiple of
+128.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ def gpt_oss_config() -> Config:
 
 def gpt_oss_tensors(config: Config) -> Tensors:
     """Of gpt_oss_config(). Experts' matrices are (experts, out, in), as they are packed."""
-    hidden, width, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    hidden, width, experts = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_local_experts"],
+    )
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -78,7 +84,9 @@ def gpt_oss_tensors(config: Config) -> Tensors:
 
 
 def deepseek_config() -> Config:
-    """Multi-head latent attention with the ranks that the kernels know; one dense layer, one with experts."""
+    """Multi-head latent attention with the ranks that the kernels know; one dense layer, one with
+    experts.
+    """
     return _COMMON | {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 16,
         "num_key_value_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
@@ -93,7 +101,11 @@ def deepseek_config() -> Config:
 def deepseek_tensors(config: Config) -> Tensors:
     """Of deepseek_config()."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    q_rank, kv_rank, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    q_rank, kv_rank, rope = (
+        config["q_lora_rank"],
+        config["kv_lora_rank"],
+        config["qk_rope_head_dim"],
+    )
     nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
@@ -181,7 +193,10 @@ def llava_tensors(config: Config) -> Tensors:
     tower = "vision_tower.vision_model."
     yield tower + "embeddings.class_embedding", (width,)
     yield tower + "embeddings.patch_embedding.weight", (width, vision["num_channels"], patch, patch)
-    yield tower + "embeddings.position_embedding.weight", ((vision["image_size"] // patch) ** 2 + 1, width)
+    yield (
+        tower + "embeddings.position_embedding.weight",
+        ((vision["image_size"] // patch) ** 2 + 1, width),
+    )
     yield from _with_bias(tower + "pre_layrnorm.", (width,))
     for layer in range(vision["num_hidden_layers"]):
         prefix = f"{tower}encoder.layers.{layer}."
@@ -192,7 +207,9 @@ def llava_tensors(config: Config) -> Tensors:
         yield from _with_bias(prefix + "mlp.fc1.", (vision["intermediate_size"], width))
         yield from _with_bias(prefix + "mlp.fc2.", (width, vision["intermediate_size"]))
     yield from _with_bias("multi_modal_projector.linear_1.", (text["hidden_size"], width))
-    yield from _with_bias("multi_modal_projector.linear_2.", (text["hidden_size"], text["hidden_size"]))
+    yield from _with_bias(
+        "multi_modal_projector.linear_2.", (text["hidden_size"], text["hidden_size"])
+    )
     yield "language_model.model.embed_tokens.weight", (text["vocab_size"], text["hidden_size"])
     for layer in range(text["num_hidden_layers"]):
         prefix = f"language_model.model.layers.{layer}."
@@ -204,9 +221,13 @@ def llava_tensors(config: Config) -> Tensors:
 
 
 def llava_files(config: Config) -> dict[str, Config]:
-    """What the processor of llava_config() needs beside the weights, by file name: a word for each token id."""
+    """What the processor of llava_config() needs beside the weights, by file name: a word for each
+    token id.
+    """
     vision, image = config["vision_config"], config["image_token_index"]
-    words = {"<image>" if token == image else f"w{token}": token for token in range(config["vocab_size"])}
+    words = {
+        "<image>" if token == image else f"w{token}": token for token in range(config["vocab_size"])
+    }
     placeholder = {
         "id": image, "content": "<image>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
         "special": True,

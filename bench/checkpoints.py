@@ -1,7 +1,7 @@
 """Make random checkpoints of a given shape: a transformers config beside safetensors shards.
 
-Engines get token ids; a tokenizer is written only where a processor asks for one. Values come from a seeded generator,
-scaled so that greedy decoding does not collapse onto one token.
+Engines get token ids; a tokenizer is written only where a processor asks for one. Values come from
+a seeded generator, scaled so that greedy decoding does not collapse onto one token.
 
     python bench/checkpoints.py llama /tmp/tiny --hidden 256 --layers 4 --dtype bfloat16 --shards 3
     python bench/checkpoints.py small deepseek /tmp/mla --quantization fp8-block
@@ -27,7 +27,15 @@ from bench.checkpoint_models import CONFIGS, FILES, TENSORS
 
 
 def llama_config(
-    *, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, dtype: str, tied: bool
+    *,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    dtype: str,
+    tied: bool,
 ) -> dict[str, Any]:
     """A Llama configuration as transformers writes it."""
     return {
@@ -53,7 +61,9 @@ def llama_config(
 
 
 def with_experts(config: dict[str, Any], count: int) -> dict[str, Any]:
-    """A Llama configuration as that of a Mixtral with `count` experts in each layer, two of them for each token."""
+    """A Llama configuration as that of a Mixtral with `count` experts in each layer, two of them
+    for each token.
+    """
     return config | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -99,7 +109,8 @@ def random_tensor(
         return (0.02 * torch.randn(shape, generator=generator, device=device)).to(dtype).cpu()
     if len(shape) == 1:
         return (1 + 0.1 * torch.randn(shape, generator=generator, device=device)).to(dtype).cpu()
-    # Small embeddings: a tied head would otherwise only ever repeat the token that stands in the residual stream.
+    # Small embeddings: a tied head would otherwise only ever repeat the token that stands in the
+    # residual stream.
     scale = 0.02 if "embed" in name else shape[-1] ** -0.5
     return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype).cpu()
 
@@ -123,8 +134,14 @@ def write_checkpoint(
     total = 0
     for number in range(shards):
         part = tensors[number * per_shard : (number + 1) * per_shard]
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"
-        values = {name: random_tensor(name, shape, dtype, generator, device) for name, shape in part}
+        file = (
+            f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+            if shards > 1
+            else "model.safetensors"
+        )
+        values = {
+            name: random_tensor(name, shape, dtype, generator, device) for name, shape in part
+        }
         if quantization is not None:
             quantized = [quantize(quantization, name, value) for name, value in values.items()]
             values = {name: value for tensors in quantized for name, value in tensors.items()}
@@ -153,13 +170,30 @@ def main() -> None:
 @click.option("--heads", default=8, show_default=True)
 @click.option("--kv-heads", default=4, show_default=True)
 @click.option("--vocab", default=1024, show_default=True)
-@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float16", "float32"]))
+@click.option(
+    "--dtype",
+    default="bfloat16",
+    show_default=True,
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+)
 @click.option("--tied", is_flag=True, help="Tie lm_head to the embeddings.")
-@click.option("--experts", default=0, show_default=True, help="Write a Mixtral-shaped model with that many experts.")
-@click.option("--quantization", default=None, type=click.Choice(sorted(QUANTIZATION)), help="Of the linear layers.")
+@click.option(
+    "--experts",
+    default=0,
+    show_default=True,
+    help="Write a Mixtral-shaped model with that many experts.",
+)
+@click.option(
+    "--quantization",
+    default=None,
+    type=click.Choice(sorted(QUANTIZATION)),
+    help="Of the linear layers.",
+)
 @click.option("--shards", default=1, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="Where the random values are drawn.")
+@click.option(
+    "--device", default="cpu", show_default=True, help="Where the random values are drawn."
+)
 def llama(
     path: Path, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, dtype: str,
     tied: bool, experts: int, quantization: str | None, shards: int, seed: int, device: str,
@@ -171,19 +205,28 @@ def llama(
     )  # fmt: skip
     if experts:
         config = with_experts(config, experts)
-    nbytes = write_checkpoint(path, config, shards=shards, seed=seed, device=device, quantization=quantization)
+    nbytes = write_checkpoint(
+        path, config, shards=shards, seed=seed, device=device, quantization=quantization
+    )
     click.echo(f"{path}: {nbytes / 2**30:.2f} GiB in {shards} shards")
 
 
 @main.command()
 @click.argument("architecture", type=click.Choice(sorted(CONFIGS)))
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--quantization", default=None, type=click.Choice(sorted(QUANTIZATION)), help="Of the linear layers.")
+@click.option(
+    "--quantization",
+    default=None,
+    type=click.Choice(sorted(QUANTIZATION)),
+    help="Of the linear layers.",
+)
 @click.option("--shards", default=1, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def small(architecture: str, path: Path, quantization: str | None, shards: int, seed: int) -> None:
     """Write a small checkpoint of ARCHITECTURE to PATH."""
-    nbytes = write_checkpoint(path, CONFIGS[architecture](), shards=shards, seed=seed, quantization=quantization)
+    nbytes = write_checkpoint(
+        path, CONFIGS[architecture](), shards=shards, seed=seed, quantization=quantization
+    )
     click.echo(f"{path}: {nbytes / 2**20:.0f} MiB in {shards} shards")
 
 

@@ -1,7 +1,9 @@
-"""The demo: a tiny model, a unit, an engine from disk and two attached ones, with a crash of the daemon in between.
+"""The demo: a tiny model, a unit, an engine from disk and two attached ones, with a crash of the
+daemon in between.
 
-Prints one table and ends with status 1 if any engine decoded other tokens. Uses the user manager that answers, with a
-unit of its own in the runtime directory, or starts a private one; nothing is installed and nothing stays.
+Prints one table and ends with status 1 if any engine decoded other tokens. Uses the user manager
+that answers, with a unit of its own in the runtime directory, or starts a private one; nothing is
+installed and nothing stays.
 """
 
 from __future__ import annotations
@@ -71,21 +73,30 @@ def _run(model: str) -> list[Round]:
         with _engine(model, "auto", unit, "disk") as engine:
             disk = Round("disk", engine.load_seconds, None, engine.first["tokens"])
         with _engine(model, "ipc_cache", unit, "attach") as engine:
-            attach = Round("attach", engine.load_seconds, unit.bytes_read_since(0.0), engine.first["tokens"])
+            attach = Round(
+                "attach", engine.load_seconds, unit.bytes_read_since(0.0), engine.first["tokens"]
+            )
             crashed_at, seconds = unit.kill()
             click.echo(f"daemon killed while the engine serves; served again after {seconds:.2f} s")
             if engine.again() != attach.tokens:
-                raise WeightcachedError("the running engine decoded other tokens after the daemon was killed")
+                raise WeightcachedError(
+                    "the running engine decoded other tokens after the daemon was killed"
+                )
         with _engine(model, "ipc_cache", unit, "attach-after-crash") as engine:
             read = unit.bytes_read_since(crashed_at)
-            again = Round("attach after the crash", engine.load_seconds, read, engine.first["tokens"])
+            again = Round(
+                "attach after the crash", engine.load_seconds, read, engine.first["tokens"]
+            )
     return [disk, attach, again]
 
 
 def _engine(model: str, load_format: str, unit: harness.Unit, log: str) -> harness.Engine:
     options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 512}
     if load_format == "ipc_cache":
-        options["model_loader_extra_config"] = {"socket_dir": str(unit.socket_dir), "fallback": False}
+        options["model_loader_extra_config"] = {
+            "socket_dir": str(unit.socket_dir),
+            "fallback": False,
+        }
     return harness.Engine(model, load_format, options, WORK / f"{log}.log")
 
 

@@ -2,8 +2,9 @@
 
     python bench/flood.py --seconds 20 --priority -10
 
-The daemon runs with a clock on its event loop (tests/fakes/lag.py): the processor time of its longest turn is its own
-doing, whatever else the machine is busy with. It and the normal client get `--priority`, the hostile processes do not.
+The daemon runs with a clock on its event loop (tests/fakes/lag.py): the processor time of its
+longest turn is its own doing, whatever else the machine is busy with. It and the normal client get
+`--priority`, the hostile processes do not.
 """
 
 from __future__ import annotations
@@ -95,8 +96,12 @@ class Crowd:
 
 def large_key(key: WeightCacheKey) -> WeightCacheKey:
     """The longest key that is taken: it takes the longest to decode and to compare."""
-    files = [FileRecord(f"model-{n:05}.safetensors" + "x" * 200, 1, n, 1, 1, 1) for n in range(MAX_FILES)]
-    return msgspec.structs.replace(key, checkpoint=msgspec.structs.replace(key.checkpoint, files=files))
+    files = [
+        FileRecord(f"model-{n:05}.safetensors" + "x" * 200, 1, n, 1, 1, 1) for n in range(MAX_FILES)
+    ]
+    return msgspec.structs.replace(
+        key, checkpoint=msgspec.structs.replace(key.checkpoint, files=files)
+    )
 
 
 def flood(kind: str, path: Path, checkpoint: Path, stop: Event, connections: int) -> None:
@@ -138,11 +143,23 @@ def flood(kind: str, path: Path, checkpoint: Path, stop: Event, connections: int
     os.close(writer)
 
 
-KINDS = ("silent", "half", "status", "never-reads", "mismatch", "descriptors", "large", "garbage", "connect")
+KINDS = (
+    "silent",
+    "half",
+    "status",
+    "never-reads",
+    "mismatch",
+    "descriptors",
+    "large",
+    "garbage",
+    "connect",
+)
 
 
 class Figures(NamedTuple):
-    """Times of the normal client in seconds, and the turns of the daemon's loop while it was flooded."""
+    """Times of the normal client in seconds, and the turns of the daemon's loop while it was
+    flooded.
+    """
 
     status_s: list[float]
     attach_s: list[float]
@@ -171,7 +188,9 @@ class Figures(NamedTuple):
 
 
 def measure(kinds: list[str], seconds: float, *, priority: int) -> Figures:
-    """One flood by the hostile processes `kinds`. `priority` is the nice value of daemon and normal client."""
+    """One flood by the hostile processes `kinds`. `priority` is the nice value of daemon and normal
+    client.
+    """
     directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
     checkpoint = write_checkpoint(directory / "checkpoint", nbytes=64 * 1024)
     daemon = DaemonProcess(directory, [model("tiny", checkpoint)])
@@ -180,10 +199,14 @@ def measure(kinds: list[str], seconds: float, *, priority: int) -> Figures:
     daemon.options = ["--log-level", "warning"]
     stop, times = multiprocessing.Event(), multiprocessing.SimpleQueue()  # type: ignore[var-annotated]
     hostile = [
-        multiprocessing.Process(target=flood, args=(kind, daemon.socket, checkpoint, stop, CONNECTIONS // len(kinds)))
+        multiprocessing.Process(
+            target=flood, args=(kind, daemon.socket, checkpoint, stop, CONNECTIONS // len(kinds))
+        )
         for kind in kinds
     ]
-    prober = multiprocessing.Process(target=_probe, args=(priority, daemon.socket, checkpoint, stop, times))
+    prober = multiprocessing.Process(
+        target=_probe, args=(priority, daemon.socket, checkpoint, stop, times)
+    )
     try:
         daemon.start()
         with contextlib.suppress(PermissionError):
@@ -216,9 +239,13 @@ def _probe(priority: int, path: Path, checkpoint: Path, stop: Event, times: Any)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; '+' joins those at once")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="comma-separated; '+' joins those at once"
+    )
     parser.add_argument("--priority", type=int, default=-10)
     options = parser.parse_args()
     for kinds in options.kinds.split(","):

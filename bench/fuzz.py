@@ -3,10 +3,11 @@
     python bench/fuzz.py --inputs 1000000 --workers 2 --seed 1
     python bench/fuzz.py --inputs 200000 --atheris       # libFuzzer's mutations; needs the package atheris
 
-Inputs: random bytes, random msgpack, valid messages with wild values, valid messages mutated, all of them with and
-without descriptors, as first message and later. Fails when the daemon ends, answers later than ANSWER_DEADLINE_S,
-closes without an answer, or keeps memory or descriptors. What a message legitimately destroys (a reload, a drop, a
-release after an attach that fits) is not sent: the normal client needs its weights.
+Inputs: random bytes, random msgpack, valid messages with wild values, valid messages mutated, all
+of them with and without descriptors, as first message and later. Fails when the daemon ends,
+answers later than ANSWER_DEADLINE_S, closes without an answer, or keeps memory or descriptors. What
+a message legitimately destroys (a reload, a drop, a release after an attach that fits) is not sent:
+the normal client needs its weights.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Inputs:
             Drop(cache="none/target"),
             Verify(cache=CACHE),
         ]
-        self._maps: list[dict[str, Any]] = [msgspec.msgpack.decode(encode(message)) for message in self._valid]
+        self._maps: list[dict[str, Any]] = [
+            msgspec.msgpack.decode(encode(message)) for message in self._valid
+        ]
 
     def next(self) -> bytes:
         kinds = (self._bytes, self._msgpack, self._wild, self._mutated, self._mutated, self._as_is)
@@ -99,7 +102,9 @@ class Inputs:
 
     def _bytes(self) -> bytes:
         r = self.random
-        return r.randbytes(r.choice((1, 2, 3, 7, 40, 200, r.randrange(1, 4000), r.randrange(1, 90_000) // 20 + 1)))
+        return r.randbytes(
+            r.choice((1, 2, 3, 7, 40, 200, r.randrange(1, 4000), r.randrange(1, 90_000) // 20 + 1))
+        )
 
     def _msgpack(self) -> bytes:
         return msgspec.msgpack.encode(self._value(4))
@@ -108,7 +113,9 @@ class Inputs:
         return encode(self.random.choice(self._valid))
 
     def _wild(self) -> bytes:
-        """A valid message in which some fields, at any depth, have other values or types, or are gone or doubled."""
+        """A valid message in which some fields, at any depth, have other values or types, or are
+        gone or doubled.
+        """
         tree = json.loads(json.dumps(self.random.choice(self._maps)))
         for _ in range(self.random.randrange(1, 4)):
             self._change(tree)
@@ -156,14 +163,19 @@ class Inputs:
             lambda: r.random() < 0.5,
             lambda: r.choice((0, -1, 1, 255, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)),
             lambda: r.choice((0.0, -0.0, float("inf"), float("nan"), 1e308)),
-            lambda: "".join(r.choice("a/\n\0\x1b%é🙂") for _ in range(r.choice((0, 1, 5, 299, 301, 2000)))),
+            lambda: "".join(
+                r.choice("a/\n\0\x1b%é🙂") for _ in range(r.choice((0, 1, 5, 299, 301, 2000)))
+            ),
             lambda: r.randbytes(r.randrange(40)),
             lambda: r.choice(("Status", "Attach", "Reload", "target", "draft", CACHE, "../../etc")),
         )
         if depth and r.random() < 0.3:
             if r.random() < 0.5:
                 return [self._value(depth - 1) for _ in range(r.randrange(6))]
-            return {r.choice(("type", "key", "cache", "x")): self._value(depth - 1) for _ in range(r.randrange(4))}
+            return {
+                r.choice(("type", "key", "cache", "x")): self._value(depth - 1)
+                for _ in range(r.randrange(4))
+            }
         return r.choice(plain)()
 
     def _large(self) -> bytes:
@@ -203,7 +215,11 @@ def _is_destructive(data: bytes) -> bool:
         return False
     # An Attach that fits would become destructive by a Release after it.
     fits = isinstance(request, Attach) and request.key.dtype != "float16"
-    return fits or isinstance(request, Reload) or (isinstance(request, Drop) and request.cache == CACHE)
+    return (
+        fits
+        or isinstance(request, Reload)
+        or (isinstance(request, Drop) and request.cache == CACHE)
+    )
 
 
 # ---- one connection
@@ -229,7 +245,9 @@ class Peer:
         if len(numbers) == 2:
             numbers = numbers * 60
         assert self._sock
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))] if numbers else []
+        ancillary = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))] if numbers else []
+        )
         self._sock.sendmsg([data], ancillary)
         close_all(fds)
         self.kinds[self._answer()] += 1
@@ -283,14 +301,23 @@ def fuzz(path: Path, checkpoint: Path, seed: int, count: int, result: Any) -> No
             peer.put(data, fds, first=inputs.random.random() < 0.1)
         result.put((seed, "", dict(peer.kinds), peer.slowest_s))
     except (OSError, EOFError, ProtocolError) as e:
-        result.put((seed, f"{type(e).__name__}: {e}; input {data[:200].hex()}", dict(peer.kinds), peer.slowest_s))
+        result.put(
+            (
+                seed,
+                f"{type(e).__name__}: {e}; input {data[:200].hex()}",
+                dict(peer.kinds),
+                peer.slowest_s,
+            )
+        )
 
 
 # ---- the normal client
 
 
 def probe(path: Path, checkpoint: Path, stop: Event, result: Any) -> None:
-    """Status and attach, again and again, each on a connection of its own; puts the times in seconds."""
+    """Status and attach, again and again, each on a connection of its own; puts the times in
+    seconds.
+    """
     key = key_of({"model": str(checkpoint)})
     status: list[float] = []
     attach: list[float] = []
@@ -304,7 +331,9 @@ def probe(path: Path, checkpoint: Path, stop: Event, result: Any) -> None:
             status.append(time.monotonic() - began_s)
             if status[-1] > STATUS_LIMIT_S:
                 stolen = stolen_s() - stolen_before_s
-                sys.stderr.write(f"a status took {status[-1]:.3f} s; meanwhile the machine lost {stolen:.2f} s\n")
+                sys.stderr.write(
+                    f"a status took {status[-1]:.3f} s; meanwhile the machine lost {stolen:.2f} s\n"
+                )
             began_s = time.monotonic()
             with Client.welcome(path) as client:
                 client.attach(key).close()
@@ -315,16 +344,27 @@ def probe(path: Path, checkpoint: Path, stop: Event, result: Any) -> None:
 
 
 def stolen_s() -> float:
-    """Processor time that a virtual machine's host kept from it since boot, of all cores, in steps of 0.01 s."""
+    """Processor time that a virtual machine's host kept from it since boot, of all cores, in steps
+    of 0.01 s.
+    """
     ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]
     return int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def summary(times_s: list[float], limit_s: float) -> dict[str, Any]:
     ordered = sorted(times_s) or [float("nan")]
-    at = {name: round(ordered[int(len(ordered) * q)] * 1000, 2) for name, q in (("p50", 0.5), ("p99", 0.99))}
+    at = {
+        name: round(ordered[int(len(ordered) * q)] * 1000, 2)
+        for name, q in (("p50", 0.5), ("p99", 0.99))
+    }
     late = sum(t > limit_s for t in ordered)
-    return {"count": len(ordered), **at, "max": round(ordered[-1] * 1000, 2), "over_limit": late, "unit": "ms"}
+    return {
+        "count": len(ordered),
+        **at,
+        "max": round(ordered[-1] * 1000, 2),
+        "over_limit": late,
+        "unit": "ms",
+    }
 
 
 # ---- the run
@@ -353,7 +393,9 @@ class Run:
         self.began_s = time.monotonic()
 
     def rss_kib(self) -> int:
-        return int(Path(f"/proc/{self.daemon.pid}/status").read_text().split("VmRSS:")[1].split()[0])
+        return int(
+            Path(f"/proc/{self.daemon.pid}/status").read_text().split("VmRSS:")[1].split()[0]
+        )
 
     def threads(self) -> int:
         return len(os.listdir(f"/proc/{self.daemon.pid}/task"))
@@ -361,11 +403,16 @@ class Run:
     def _settled(self) -> int:
         """Descriptors once no peer is left."""
         deadline_s = time.monotonic() + 15
-        while any("pidfd" in target for target in self.daemon.descriptors()) and time.monotonic() < deadline_s:
+        while (
+            any("pidfd" in target for target in self.daemon.descriptors())
+            and time.monotonic() < deadline_s
+        ):
             time.sleep(0.05)
         return len(self.daemon.descriptors())
 
-    def finish(self, inputs: int, rss_early_kib: int, faults: list[str], extra: dict[str, Any]) -> int:
+    def finish(
+        self, inputs: int, rss_early_kib: int, faults: list[str], extra: dict[str, Any]
+    ) -> int:
         """Print the figures; returns the exit status."""
         ended_s = time.monotonic()
         took_s = ended_s - self.began_s
@@ -375,9 +422,15 @@ class Run:
         faults += [fault] if fault else []
         self._prober.join()
         after = self._settled()
-        faults += [] if after == self.descriptors else [f"{after} descriptors, before {self.descriptors}"]
+        faults += (
+            [] if after == self.descriptors else [f"{after} descriptors, before {self.descriptors}"]
+        )
         growth = rss_kib - rss_early_kib
-        faults += [] if growth < MAX_RSS_GROWTH_KIB else [f"{growth} KiB more memory than after the first tenth"]
+        faults += (
+            []
+            if growth < MAX_RSS_GROWTH_KIB
+            else [f"{growth} KiB more memory than after the first tenth"]
+        )
         ended = self.daemon.process is None or self.daemon.process.poll() is not None
         faults += ["the daemon ended"] if ended else []
         faults += [f"log: {line}" for line in self.daemon.log.splitlines()[:5]]
@@ -409,7 +462,9 @@ def run_workers(run: Run, inputs: int, workers: int, seed: int) -> int:
     # Two rounds: what is held after the first tenth is the base line of the second.
     for round_number, share in enumerate((inputs // 10, inputs - inputs // 10)):
         seeds = [seed * 1000 + round_number * 100 + n for n in range(workers)]
-        arguments = [(run.daemon.socket, run.checkpoint, s, share // workers, result) for s in seeds]
+        arguments = [
+            (run.daemon.socket, run.checkpoint, s, share // workers, result) for s in seeds
+        ]
         children = [multiprocessing.Process(target=fuzz, args=a) for a in arguments]
         for child in children:
             child.start()
@@ -421,7 +476,11 @@ def run_workers(run: Run, inputs: int, workers: int, seed: int) -> int:
         for child in children:
             child.join()
         early_kib = early_kib or run.rss_kib()
-    extra = {"seed": seed, "slowest_answer_s": round(slowest_s, 3), "answers": dict(kinds.most_common())}
+    extra = {
+        "seed": seed,
+        "slowest_answer_s": round(slowest_s, 3),
+        "answers": dict(kinds.most_common()),
+    }
     return run.finish(sum(kinds.values()), early_kib, faults, extra)
 
 
@@ -442,7 +501,9 @@ def run_atheris(run: Run, inputs: int, seed: int) -> int:
         if len(early_kib) == 0 and peer.kinds.total() > inputs // 10:
             early_kib.append(run.rss_kib())
         if peer.kinds.total() >= inputs:
-            status = run.finish(peer.kinds.total(), early_kib[0], [], {"answers": dict(peer.kinds.most_common())})
+            status = run.finish(
+                peer.kinds.total(), early_kib[0], [], {"answers": dict(peer.kinds.most_common())}
+            )
             sys.stdout.flush()
             os._exit(status)
 
@@ -464,11 +525,15 @@ def run_atheris(run: Run, inputs: int, seed: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--priority", type=int, default=0, help="nice value of daemon and normal client")
+    parser.add_argument(
+        "--priority", type=int, default=0, help="nice value of daemon and normal client"
+    )
     parser.add_argument("--atheris", action="store_true")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))

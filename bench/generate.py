@@ -1,10 +1,12 @@
-"""Start engines, decode greedily, print one JSON line for each: tokens, and how long load and start took.
+"""Start engines, decode greedily, print one JSON line for each: tokens, and how long load and start
+took.
 
     python bench/generate.py MODEL --load-format ipc_cache --engine '{"tensor_parallel_size": 2}'
 
-With --serve the engine stays, and each line on standard input asks for more: an empty line for one more round of the
-same prompts, {"load_format": …, "engine": {…}} for a new engine in place of the old one. Engines of one process share
-its imports; their first answer's `start_seconds` counts from the start of the process, the others' from the request.
+With --serve the engine stays, and each line on standard input asks for more: an empty line for one
+more round of the same prompts, {"load_format": …, "engine": {…}} for a new engine in place of the
+old one. Engines of one process share its imports; their first answer's `start_seconds` counts from
+the start of the process, the others' from the request.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ PROBE = Path(__file__).resolve().parent / "probe"
 
 def prompts(count: int, vocab: int) -> list[dict[str, list[int]]]:
     """The same `count` prompts of 8 token ids every time."""
-    return [{"prompt_token_ids": [(i * 37 + j * 11) % (vocab - 8) + 3 for j in range(8)]} for i in range(count)]
+    return [
+        {"prompt_token_ids": [(i * 37 + j * 11) % (vocab - 8) + 3 for j in range(8)]}
+        for i in range(count)
+    ]
 
 
 class Decoder:
@@ -50,14 +55,18 @@ class Decoder:
         return {
             "tokens": tokens,
             "start_seconds": time.time() - began,
-            "loads": [json.loads(line) for line in self._probe.read_text(encoding="utf-8").splitlines()],
+            "loads": [
+                json.loads(line) for line in self._probe.read_text(encoding="utf-8").splitlines()
+            ],
             "kv_blocks": self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
         }
 
     def decode(self) -> list[list[int]]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(max_tokens=self._tokens, temperature=0, detokenize=False, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=self._tokens, temperature=0, detokenize=False, ignore_eos=True
+        )
         vocab = self._llm.llm_engine.model_config.get_vocab_size()
         outputs = self._llm.generate(prompts(self._count, vocab), sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
@@ -81,11 +90,17 @@ class Decoder:
 @click.option("--engine", "engine_json", default="{}", help="More engine arguments, as JSON.")
 @click.option("--prompts", "count", default=4, show_default=True)
 @click.option("--tokens", default=32, show_default=True)
-@click.option("--serve", is_flag=True, help="Answer each line on standard input with another JSON line.")
-def main(model: str, load_format: str, engine_json: str, count: int, tokens: int, serve: bool) -> None:
+@click.option(
+    "--serve", is_flag=True, help="Answer each line on standard input with another JSON line."
+)
+def main(
+    model: str, load_format: str, engine_json: str, count: int, tokens: int, serve: bool
+) -> None:
     """Decode greedily with MODEL and print the tokens."""
     began = time.time()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(PROBE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(PROBE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     sys.path.insert(0, str(PROBE))
     with tempfile.NamedTemporaryFile(prefix="weightcached-probe-", suffix=".jsonl") as probe:
         os.environ["WEIGHTCACHED_PROBE"] = probe.name

@@ -1,4 +1,6 @@
-"""What demo and benchmarks share: a unit of their own under a user manager, engines in processes of their own."""
+"""What demo and benchmarks share: a unit of their own under a user manager, engines in processes of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ ENGINE_EXIT_TIMEOUT_S = 120.0
 READY_TIMEOUT_S = 120.0
 _POLL_S = 0.01
 _INSIDE = "WEIGHTCACHED_PRIVATE_MANAGER"
-ENGINE_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def manager_answers() -> bool:
@@ -39,21 +45,36 @@ def manager_answers() -> bool:
 def again_in_private_manager() -> int:
     """Run this same command inside a private user manager; returns its exit status."""
     if _INSIDE in os.environ:
-        raise WeightcachedError("the private user manager does not answer: see tests/systemd/manager.py")
-    command = [sys.executable, str(ROOT / "tests/systemd/manager.py"), "run", "--", sys.executable, *sys.argv]
+        raise WeightcachedError(
+            "the private user manager does not answer: see tests/systemd/manager.py"
+        )
+    command = [
+        sys.executable,
+        str(ROOT / "tests/systemd/manager.py"),
+        "run",
+        "--",
+        sys.executable,
+        *sys.argv,
+    ]
     return subprocess.run(command, env=os.environ | {_INSIDE: "1"}, check=False).returncode
 
 
 def systemctl(*arguments: str, timeout_s: float = 60.0) -> str:
     """`systemctl --user …`. Raises CalledProcessError."""
     done = subprocess.run(
-        ["systemctl", "--user", *arguments], check=True, stdout=subprocess.PIPE, text=True, timeout=timeout_s
+        ["systemctl", "--user", *arguments],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout_s,
     )
     return done.stdout.strip()
 
 
 class Unit:
-    """The product's unit under a name of its own, in the runtime directory, with its own manifest and sockets."""
+    """The product's unit under a name of its own, in the runtime directory, with its own manifest
+    and sockets.
+    """
 
     def __init__(self, device: str, work: Path) -> None:
         self.device = device
@@ -75,7 +96,8 @@ class Unit:
 
     def _text(self) -> str:
         command = (
-            f"{sys.executable} -m weightcached serve %i --manifest {self._manifest} --socket-dir {self.socket_dir}"
+            f"{sys.executable} -m weightcached serve %i --manifest {self._manifest} "
+            f"--socket-dir {self.socket_dir}"
         )
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         environment = " ".join(f"{k}={v}" for k, v in ENGINE_ENVIRONMENT.items())
@@ -85,7 +107,10 @@ class Unit:
                 continue
             lines.append(f"ExecStart={command}" if line.startswith("ExecStart=") else line)
             if line == "[Service]":
-                lines += [f"StandardError=append:{self._log}", f"Environment=PYTHONPATH={path} {environment}"]
+                lines += [
+                    f"StandardError=append:{self._log}",
+                    f"Environment=PYTHONPATH={path} {environment}",
+                ]
         return "\n".join(lines) + "\n"
 
     def start(self) -> float:
@@ -108,7 +133,9 @@ class Unit:
         return int(systemctl("show", "--value", "-p", "MainPID", self.name))
 
     def kill(self) -> tuple[float, float]:
-        """SIGKILL the daemon; returns (time of the kill in epoch seconds, seconds until the caches are ready again)."""
+        """SIGKILL the daemon; returns (time of the kill in epoch seconds, seconds until the caches
+        are ready again).
+        """
         pid = self.pid
         killed_at = time.time()
         os.kill(pid, signal.SIGKILL)
@@ -129,20 +156,32 @@ class Unit:
         return reply
 
     def connect(self) -> Connection:
-        return Connection.connect(socket_path(self.device, self.socket_dir), timeout_s=5.0, purpose="ctl")
+        return Connection.connect(
+            socket_path(self.device, self.socket_dir), timeout_s=5.0, purpose="ctl"
+        )
 
     def index(self) -> TensorIndex:
         """The index of the generation that is served."""
-        return read_index(self.device, "bench/target", for_what="measured", socket_dir=self.socket_dir, timeout_s=10.0)
+        return read_index(
+            self.device,
+            "bench/target",
+            for_what="measured",
+            socket_dir=self.socket_dir,
+            timeout_s=10.0,
+        )
 
     def bytes_read_since(self, since: float) -> int:
-        """Checkpoint bytes that the loader counted for what is served, if it loaded after `since` (epoch seconds)."""
+        """Checkpoint bytes that the loader counted for what is served, if it loaded after `since`
+        (epoch seconds).
+        """
         load = self.index().load
         return load.checkpoint_bytes if load.finished_at > since else 0
 
 
 class Engine:
-    """bench/generate.py --serve as a process. `first` is its first answer: tokens, loads, start_seconds, kv_blocks."""
+    """bench/generate.py --serve as a process. `first` is its first answer: tokens, loads,
+    start_seconds, kv_blocks.
+    """
 
     def __init__(
         self, model: str, load_format: str, engine: Mapping[str, Any], log: Path, *, prompts: int = 4, tokens: int = 32,
@@ -155,7 +194,12 @@ class Engine:
         env = ENGINE_ENVIRONMENT | dict(os.environ) | dict(environment or {})
         with open(log, "w", encoding="utf-8") as out:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, env=env
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+                env=env,
             )
         self._log = log
         try:
@@ -170,7 +214,9 @@ class Engine:
 
     @property
     def load_seconds(self) -> float:
-        """Load phase of the slowest worker: the memory query before it included, where a loader asks somebody."""
+        """Load phase of the slowest worker: the memory query before it included, where a loader
+        asks somebody.
+        """
         return max(float(load["load_seconds"]) for load in self.first["loads"])
 
     @property
@@ -179,7 +225,9 @@ class Engine:
 
     @property
     def worker_seconds(self) -> float:
-        """The worker's whole load_model(), as vLLM's own log line "Model loading took" has it; 0 where not measured."""
+        """The worker's whole load_model(), as vLLM's own log line "Model loading took" has it; 0
+        where not measured.
+        """
         return max(float(load.get("worker_seconds", 0.0)) for load in self.first["loads"])
 
     def again(self) -> Any:
@@ -206,7 +254,9 @@ class Engine:
                     return answer
                 # vLLM's own lines.
                 log.write(line)
-        raise WeightcachedError(f"the engine ended with status {self._process.wait()}; see {self._log}")
+        raise WeightcachedError(
+            f"the engine ended with status {self._process.wait()}; see {self._log}"
+        )
 
     def close(self) -> None:
         """End the engine and wait for it."""

@@ -2,8 +2,9 @@
 
     python bench/identity.py [--directory DIR] [--gib 2] [--shards 200] [--json FILE]
 
-Makes its own checkpoints below DIR (default: a temporary directory; needs --gib of space) and removes them.
-"cold" drops the file's own pages from the page cache first; everything else is served by it.
+Makes its own checkpoints below DIR (default: a temporary directory; needs --gib of space) and
+removes them. "cold" drops the file's own pages from the page cache first; everything else is served
+by it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def write_checkpoint(path: Path, *, tensors: int, nbytes: int) -> None:
     """One safetensors file of U8 tensors of equal size with pseudo-random bytes."""
     each = nbytes // tensors
     header = {
-        f"model.layers.{i}.weight": {"dtype": "U8", "shape": [each], "data_offsets": [i * each, (i + 1) * each]}
+        f"model.layers.{i}.weight": {
+            "dtype": "U8",
+            "shape": [each],
+            "data_offsets": [i * each, (i + 1) * each],
+        }
         for i in range(tensors)
     }
     raw = json.dumps(header).encode()
@@ -73,14 +78,17 @@ def measure_rungs(directory: Path, *, gib: float) -> dict[str, Any]:
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=directory)
 
     def digest(workers: int | None) -> float:
-        return nbytes / median_s(lambda: identity.full_digest(record, workers=workers), forget) / 1e9
+        return (
+            nbytes / median_s(lambda: identity.full_digest(record, workers=workers), forget) / 1e9
+        )
 
     identity.full_digest(record)
     figures = {
         "bytes": nbytes,
         "headers_ms": 1e3 * median_s(lambda: identity.check_headers(record)),
         "sample_ms": 1e3 * median_s(lambda: identity.sample_digest(record)),
-        "sample_cold_ms": 1e3 * median_s(lambda: identity.sample_digest(record), lambda: drop_pages(path)),
+        "sample_cold_ms": 1e3
+        * median_s(lambda: identity.sample_digest(record), lambda: drop_pages(path)),
         "full_one_core_gb_per_s": digest(1),
         "full_all_cores_gb_per_s": digest(None),
         "full_cached_ms": 1e3 * median_s(lambda: identity.full_digest(record)),
@@ -114,10 +122,16 @@ def measure_shards(directory: Path, *, shards: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print a table, and write the figures as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--directory", type=Path, help="where to make the checkpoints")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the large file (default: %(default)s)")
-    parser.add_argument("--shards", type=int, default=200, help="shards of the many-file one (default: %(default)s)")
+    parser.add_argument(
+        "--gib", type=float, default=2.0, help="size of the large file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shards", type=int, default=200, help="shards of the many-file one (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as made:

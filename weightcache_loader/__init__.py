@@ -1,4 +1,6 @@
-"""The vLLM plug-in: load format `ipc_cache` (and `weightcached`) maps weights that a weightcached daemon holds."""
+"""The vLLM plug-in: load format `ipc_cache` (and `weightcached`) maps weights that a weightcached
+daemon holds.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ LOAD_FORMATS = ("ipc_cache", "weightcached")
 
 
 def register() -> None:
-    """Entry point in vllm.general_plugins: called once in every process of an engine; a second call changes nothing."""
+    """Entry point in vllm.general_plugins: called once in every process of an engine; a second call
+    changes nothing.
+    """
     from vllm.model_executor import model_loader
 
     from weightcache_loader.ipc_loader import IpcModelLoader
@@ -21,7 +25,11 @@ def register() -> None:
         if present is IpcModelLoader:
             continue
         if present is not None:
-            log.info("load format %s is weightcached's from here on, instead of %s", name, present.__module__)
+            log.info(
+                "load format %s is weightcached's from here on, instead of %s",
+                name,
+                present.__module__,
+            )
             # Replacing is what was asked for; vLLM would warn about it in every process.
             del loaders[name]
         model_loader.register_model_loader(name)(IpcModelLoader)

@@ -1,4 +1,5 @@
-"""The engine's side of the protocol: attach to a generation, keep the lease, rejoin a restarted daemon.
+"""The engine's side of the protocol: attach to a generation, keep the lease, rejoin a restarted
+daemon.
 
 Knows nothing of vLLM or torch.
 """
@@ -50,8 +51,9 @@ SOFTWARE = f"weightcached {__version__}"
 _PROGRESS_LOG_INTERVAL_S = 5.0
 # A daemon says Loading about once a second; silence for this long is a wedged daemon.
 _SILENCE_S = 30.0
-# A load that neither moves a byte nor changes its phase for this long is not waited for. What waits for its turn, and
-# a digest that the daemon makes, report no bytes, nor does tuning: the daemon itself watches over those.
+# A load that neither moves a byte nor changes its phase for this long is not waited for. What waits
+# for its turn, and a digest that the daemon makes, report no bytes, nor does tuning: the daemon
+# itself watches over those.
 _STALL_S = 120.0
 _PHASES_WITHOUT_BYTES = ("queued", "digest", "tuning")
 _REJOIN_FIRST_S = 0.2
@@ -61,7 +63,9 @@ _JOIN_S = 3 * _REJOIN_MAX_S
 
 
 class Attachment(NamedTuple):
-    """A lease on one generation: the connection, the index, and the segments' descriptors (owned here)."""
+    """A lease on one generation: the connection, the index, and the segments' descriptors (owned
+    here).
+    """
 
     connection: Connection
     ready: Ready
@@ -84,9 +88,9 @@ def attach(
 ) -> Attachment:
     """Attach to the generation that matches `key`, waiting up to `state_timeout_s` while it loads.
 
-    With `device`, only to the daemon of that device; with identity `sampled`, equal samples of the checkpoints are
-    enough. Raises WeightCacheUnavailableError and CacheConfigMismatchError
-    with the one reason; RuntimePathError and ProtocolError for a socket or daemon that cannot be trusted.
+    With `device`, only to the daemon of that device; with identity `sampled`, equal samples of the
+    checkpoints are enough. Raises WeightCacheUnavailableError and CacheConfigMismatchError with the
+    one reason; RuntimePathError and ProtocolError for a socket or daemon that cannot be trusted.
     """
     connection = _connect(path, connect_timeout_s)
     try:
@@ -154,8 +158,14 @@ def _final_answer(connection: Connection, attach: Attach, deadline: float) -> Re
 
 def _with_digest(key: WeightCacheKey, need: NeedDigest) -> WeightCacheKey:
     if getattr(key.checkpoint, need.rung):
-        raise ProtocolError(f"the daemon asks for the {need.rung} digest of {key.checkpoint.root}, which it was given")
-    log.info("comparing the checkpoint with the cached one by %s digest: %s", need.rung, key.checkpoint.root)
+        raise ProtocolError(
+            f"the daemon asks for the {need.rung} digest of {key.checkpoint.root}, which it was given"
+        )
+    log.info(
+        "comparing the checkpoint with the cached one by %s digest: %s",
+        need.rung,
+        key.checkpoint.root,
+    )
     fill = with_sample if need.rung == "sample" else with_full
     return msgspec.structs.replace(key, checkpoint=fill(key.checkpoint))
 
@@ -165,18 +175,26 @@ def _ready_or_raise(reply: Reply) -> Ready:
         case Ready():
             return reply
         case Mismatch():
-            raise CacheConfigMismatchError(f"{reply.cache} is cached with another key: {mismatch_text(reply.fields)}")
+            raise CacheConfigMismatchError(
+                f"{reply.cache} is cached with another key: {mismatch_text(reply.fields)}"
+            )
         case Absent():
-            raise WeightCacheUnavailableError(f"the daemon has no such cache: {reply.reason}", code="absent")
+            raise WeightCacheUnavailableError(
+                f"the daemon has no such cache: {reply.reason}", code="absent"
+            )
         case Failed():
-            raise WeightCacheUnavailableError(f"{reply.cache} failed to load: {reply.error}", code="failed")
+            raise WeightCacheUnavailableError(
+                f"{reply.cache} failed to load: {reply.error}", code="failed"
+            )
         case Released():
             raise WeightCacheUnavailableError(
                 f"{reply.cache} was released to an engine in copy mode; 'weightcachectl reload' brings it back",
                 code="released",
             )
         case Refused():
-            raise WeightCacheUnavailableError(f"the daemon refused: {reply.message}", code="refused")
+            raise WeightCacheUnavailableError(
+                f"the daemon refused: {reply.message}", code="refused"
+            )
         case _:
             raise ProtocolError(f"the daemon answered Attach with {type(reply).__name__}")
 
@@ -187,7 +205,9 @@ def mismatch_text(fields: list[FieldMismatch]) -> str:
 
 
 class _Waiting:
-    """Watches a load: one log line every few seconds, and an end when time is up or progress stops."""
+    """Watches a load: one log line every few seconds, and an end when time is up or progress
+    stops.
+    """
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -196,9 +216,14 @@ class _Waiting:
         self._advanced_at = time.monotonic()
 
     def note(self, loading: Loading) -> None:
-        """What the daemon says now. Raises WeightCacheUnavailableError once it is not worth waiting."""
+        """What the daemon says now. Raises WeightCacheUnavailableError once it is not worth
+        waiting.
+        """
         now = time.monotonic()
-        if (loading.phase, loading.done_bytes) != self._last or loading.phase in _PHASES_WITHOUT_BYTES:
+        if (
+            loading.phase,
+            loading.done_bytes,
+        ) != self._last or loading.phase in _PHASES_WITHOUT_BYTES:
             self._last, self._advanced_at = (loading.phase, loading.done_bytes), now
         self._log(loading, now)
         if now >= self._deadline:
@@ -239,10 +264,11 @@ def release(attachment: Attachment, *, timeout_s: float) -> None:
 
 
 class Lease:
-    """Keeps the connection of a mapped generation, and rejoins the daemon after a restart, in a thread of its own.
+    """Keeps the connection of a mapped generation, and rejoins the daemon after a restart, in a
+    thread of its own.
 
-    The mapped weights need neither: this is so that `weightcachectl status` shows the engine and that the daemon
-    knows whom a drop would concern.
+    The mapped weights need neither: this is so that `weightcachectl status` shows the engine and
+    that the daemon knows whom a drop would concern.
     """
 
     def __init__(self, connection: Connection, path: Path, ready: Ready) -> None:
@@ -250,7 +276,8 @@ class Lease:
         self._path = path
         self._ready = ready
         self._stop = threading.Event()
-        # Wakes the thread: closing a socket that another thread polls would neither wake that one nor end the lease.
+        # Wakes the thread: closing a socket that another thread polls would neither wake that one
+        # nor end the lease.
         self._wake = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC))
         self.connected = threading.Event()
         self.connected.set()
@@ -278,12 +305,17 @@ class Lease:
         while self._wait_for_end():
             self.connected.clear()
             log.warning(
-                "the daemon of %s is gone; the engine goes on with the weights it has mapped", self._ready.cache
+                "the daemon of %s is gone; the engine goes on with the weights it has mapped",
+                self._ready.cache,
             )
             if not self._rejoin():
                 return
             self.connected.set()
-            log.info("rejoined the daemon of %s, generation %d", self._ready.cache, self._ready.generation)
+            log.info(
+                "rejoined the daemon of %s, generation %d",
+                self._ready.cache,
+                self._ready.generation,
+            )
 
     def _wait_for_end(self) -> bool:
         """Wait until the daemon hangs up; False once the lease is closed."""
@@ -307,7 +339,9 @@ class Lease:
                 continue
             try:
                 rejoin = Rejoin(
-                    cache=self._ready.cache, generation=self._ready.generation, index_digest=self._ready.index_digest
+                    cache=self._ready.cache,
+                    generation=self._ready.generation,
+                    index_digest=self._ready.index_digest,
                 )
                 reply = connection.request(rejoin, _REJOIN_MAX_S)
             except WeightcachedError:
@@ -318,6 +352,8 @@ class Lease:
                 return True
             connection.close()
             if isinstance(reply, Refused):
-                log.warning("the restarted daemon no longer has what this engine maps: %s", reply.message)
+                log.warning(
+                    "the restarted daemon no longer has what this engine maps: %s", reply.message
+                )
                 return False
         return False

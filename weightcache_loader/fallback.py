@@ -1,7 +1,8 @@
-"""When a cache is not used: what is counted, and whether a load from disk has room beside the cache.
+"""When a cache is not used: what is counted, and whether a load from disk has room beside the
+cache.
 
-The reason's code is that of its error (errors.py, or the closer one that the error was raised with);
-docs/fallback.md lists them all.
+The reason's code is that of its error (errors.py, or the closer one that the error was raised
+with); docs/fallback.md lists them all.
 """
 
 from __future__ import annotations
@@ -17,22 +18,37 @@ from weightcached.segments.api import open_backend
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Fallback, Status, StatusReply
 
-# How often this process did not use a cache, by reason code; with fallback off as well, when the reason is raised.
+# How often this process did not use a cache, by reason code; with fallback off as well, when the
+# reason is raised.
 counts: Counter[str] = Counter()
 
 # Whoever gave these answers would not say what it holds on this device, or not in time.
 _WITHOUT_STATUS = frozenset(
-    {"no-daemon", "unreachable", "runtime-path", "wrong-device", "timeout", "protocol", "protocol-version"}
+    {
+        "no-daemon",
+        "unreachable",
+        "runtime-path",
+        "wrong-device",
+        "timeout",
+        "protocol",
+        "protocol-version",
+    }
 )
 _STATUS_TIMEOUT_S = 2.0
 
 
 def check_room(
-    vllm_config: Any, model_config: Any, device: str, socket: Path, load_format: str, reason: WeightcachedError
+    vllm_config: Any,
+    model_config: Any,
+    device: str,
+    socket: Path,
+    load_format: str,
+    reason: WeightcachedError,
 ) -> None:
     """Refuse a load from disk that cannot fit beside what the daemon holds.
 
-    Asks only where a daemon holds something. Raises OutOfDeviceMemoryError with needed, free, and how to go on.
+    Asks only where a daemon holds something. Raises OutOfDeviceMemoryError with needed, free, and
+    how to go on.
     """
     held = {} if reason.code in _WITHOUT_STATUS else held_bytes(socket)
     if not held:
@@ -54,7 +70,8 @@ def check_room(
 
 
 def report(socket: Path, reason: WeightcachedError) -> None:
-    """Tell the daemon on this socket that the engine loads from disk, for its metrics; nothing depends on it.
+    """Tell the daemon on this socket that the engine loads from disk, for its metrics; nothing
+    depends on it.
 
     Not where there is none that would take it: such a reason is in the engine's log alone.
     """
@@ -68,7 +85,9 @@ def report(socket: Path, reason: WeightcachedError) -> None:
 
 
 def held_bytes(socket: Path) -> dict[str, int]:
-    """Device bytes by cache of the daemon on this socket; empty where it cannot be asked or holds none."""
+    """Device bytes by cache of the daemon on this socket; empty where it cannot be asked or holds
+    none.
+    """
     try:
         with Connection.connect(socket, timeout_s=_STATUS_TIMEOUT_S, purpose="ctl") as connection:
             reply = connection.request(Status(), _STATUS_TIMEOUT_S)
@@ -93,7 +112,8 @@ def needed_bytes(vllm_config: Any, model_config: Any, load_format: str) -> int:
 
 
 def least_bytes(checkpoint_bytes: int, vllm_config: Any, model_config: Any) -> int:
-    """A lower bound of what one rank holds: its share of the checkpoint, a quarter of it if quantized online.
+    """A lower bound of what one rank holds: its share of the checkpoint, a quarter of it if
+    quantized online.
 
     0 for a draft inside of its target's checkpoint, of which it is a small part.
     """

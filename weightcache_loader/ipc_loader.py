@@ -1,7 +1,8 @@
 """IpcModelLoader: vLLM's load format `ipc_cache`, served by weightcached.
 
-One decision per engine: at the first of memory query and load the plug-in attaches, keeps the lease, and uses the
-same answer for both. All ranks map or none does. docs/fallback.md lists every reason against mapping.
+One decision per engine: at the first of memory query and load the plug-in attaches, keeps the
+lease, and uses the same answer for both. All ranks map or none does. docs/fallback.md lists every
+reason against mapping.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ log = init_logger("vllm.weightcached")
 
 
 class Decision(NamedTuple):
-    """What this process found at its first question: an attachment, or the reason why there is none."""
+    """What this process found at its first question: an attachment, or the reason why there is
+    none.
+    """
 
     attachment: client.Attachment | None
     reason: WeightcachedError | None
@@ -62,25 +65,35 @@ _decisions: dict[str, _Kept] = {}
 class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     """Loads a model by mapping a weightcached generation; options as in options.LoaderOptions.
 
-    Raises, with fallback off: WeightCacheUnavailableError, CacheConfigMismatchError, UnsupportedQuantForIPCError,
-    UnsupportedPlatformForIPCError. With fallback on each of them is logged once and the model loads from disk.
+    Raises, with fallback off: WeightCacheUnavailableError, CacheConfigMismatchError,
+    UnsupportedQuantForIPCError, UnsupportedPlatformForIPCError. With fallback on each of them is
+    logged once and the model loads from disk.
     """
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
-        self.options: LoaderOptions = parse_options(load_config.model_loader_extra_config, load_config.load_format)
+        self.options: LoaderOptions = parse_options(
+            load_config.model_loader_extra_config, load_config.load_format
+        )
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Bytes of device memory that the mapped generations hold outside this process: the target's and the draft's.
+        """Bytes of device memory that the mapped generations hold outside this process: the
+        target's and the draft's.
 
-        What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has of its own.
+        What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has
+        of its own.
         """
         total = self._external_bytes(vllm_config, vllm_config.model_config)
         if drafts.loads_here(vllm_config):
             config = drafts.draft_config(vllm_config)
-            # vLLM asks once, the target's loader, for both; the draft's own is made later, from the same options.
-            if isinstance(loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader):
-                total += loader._external_bytes(config, config.speculative_config.draft_model_config)
+            # vLLM asks once, the target's loader, for both; the draft's own is made later, from the
+            # same options.
+            if isinstance(
+                loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader
+            ):
+                total += loader._external_bytes(
+                    config, config.speculative_config.draft_model_config
+                )
         if total:
             engine.freeze_heap()
         return total
@@ -99,10 +112,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self._disk_loader().download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Copy the cache's tensors in place into a model that is built already, whatever `fallback` says.
+        """Copy the cache's tensors in place into a model that is built already, whatever `fallback`
+        says.
 
-        Raises IndexFormatError, before anything is written, when names, shapes or dtypes differ, and the reason when
-        the cache cannot be used.
+        Raises IndexFormatError, before anything is written, when names, shapes or dtypes differ,
+        and the reason when the cache cannot be used.
         """
         from vllm.config import get_current_vllm_config
 
@@ -120,10 +134,14 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         log.info("copied %d tensors of %s into the model", count, attachment.ready.cache)
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        """The model, mapped from the cache or loaded from disk. Drafts without a cache load from disk."""
+        """The model, mapped from the cache or loaded from disk. Drafts without a cache load from
+        disk.
+        """
         self._take_role(vllm_config, model_config)
         if self.options.is_draft and not drafts.is_cached(vllm_config):
-            return self._disk_loader().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            return self._disk_loader().load_model(
+                vllm_config=vllm_config, model_config=model_config, prefix=prefix
+            )
         if not self.options.is_draft and (told := drafts.message(vllm_config)):
             log.info("%s", told)
         decision = self._decide(vllm_config, model_config)
@@ -133,22 +151,33 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             if isinstance(result, nn.Module):
                 return result
             self._give_up(vllm_config, model_config, result)
-        return self._disk_loader().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        return self._disk_loader().load_model(
+            vllm_config=vllm_config, model_config=model_config, prefix=prefix
+        )
 
     def _take_role(self, vllm_config: Any, model_config: Any) -> None:
-        # vLLM marks a draft's load where it knows the load format and the method as those of a cached draft.
+        # vLLM marks a draft's load where it knows the load format and the method as those of a
+        # cached draft.
         if drafts.is_draft(vllm_config, model_config) and not self.options.is_draft:
             self.options = msgspec.structs.replace(self.options, is_draft=True)
 
     def _decide(self, vllm_config: Any, model_config: Any) -> Decision:
-        """The decision of this engine. Raises its reason, with fallback off, and OutOfDeviceMemoryError."""
+        """The decision of this engine. Raises its reason, with fallback off, and
+        OutOfDeviceMemoryError.
+        """
         role = self.options.role
-        # vLLM makes a new configuration for each question about a draft; what says how to speculate stays one object.
-        engine_of = id(vllm_config.speculative_config) if role == "draft" else getattr(vllm_config, "instance_id", "")
+        # vLLM makes a new configuration for each question about a draft; what says how to speculate
+        # stays one object.
+        engine_of = (
+            id(vllm_config.speculative_config)
+            if role == "draft"
+            else getattr(vllm_config, "instance_id", "")
+        )
         asking = f"{engine_of} {model_config.model}"
         kept = _decisions.pop(role, None)
         if kept is not None and kept.engine != asking:
-            # An engine that ended between its questions; this one is another, perhaps with another model.
+            # An engine that ended between its questions; this one is another, perhaps with another
+            # model.
             if kept.decision.attachment is not None:
                 kept.decision.attachment.close()
             kept = None
@@ -170,7 +199,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             return Decision(attachment, None)
         if attachment is not None:
             attachment.close()
-            reason = WeightCacheUnavailableError("another rank of this engine cannot attach", code="another-rank")
+            reason = WeightCacheUnavailableError(
+                "another rank of this engine cannot attach", code="another-rank"
+            )
         return Decision(None, reason)
 
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
@@ -193,7 +224,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     def _socket_path(self, vllm_config: Any) -> Path:
         if self.options.socket_path:
             return Path(self.options.socket_path)
-        return socket_path(engine.device_of_worker(vllm_config.parallel_config), self.options.directory())
+        return socket_path(
+            engine.device_of_worker(vllm_config.parallel_config), self.options.directory()
+        )
 
     def _map(self, attachment: client.Attachment) -> tuple[Mapping, torch.device]:
         from vllm.platforms import current_platform
@@ -203,7 +236,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         else:
             backend = open_backend(engine.gpu_of_worker())
             device = torch.device("cuda", torch.cuda.current_device())
-        return backend.map(attachment.fds, [s.nbytes for s in attachment.tensor_index.segments]), device
+        return backend.map(
+            attachment.fds, [s.nbytes for s in attachment.tensor_index.segments]
+        ), device
 
     def _map_model(
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
@@ -228,12 +263,17 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.mode == "copy":
             client.release(attachment, timeout_s=self.options.connect_timeout_s)
         else:
-            lease = client.Lease(attachment.connection, self._socket_path(vllm_config), attachment.ready)
-            # With the model: an engine that is shut down while its process lives on maps nothing any more.
+            lease = client.Lease(
+                attachment.connection, self._socket_path(vllm_config), attachment.ready
+            )
+            # With the model: an engine that is shut down while its process lives on maps nothing
+            # any more.
             weakref.finalize(model, lease.close).atexit = False
         return model.eval()
 
-    def _build(self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment) -> nn.Module:
+    def _build(
+        self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
+    ) -> nn.Module:
         index = attachment.tensor_index
         began = time.perf_counter()
         model = engine.build_on_meta(vllm_config, model_config, prefix)
@@ -247,7 +287,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             storages = binding.Storages(index, mapping, device, copy=self.options.mode == "copy")
             mapped = time.perf_counter()
-            binding.Binder(model, index, storages).attach(PostProcessing(model_config, device, stage=index.stage))
+            binding.Binder(model, index, storages).attach(
+                PostProcessing(model_config, device, stage=index.stage)
+            )
         finally:
             # The tensors keep what they need.
             mapping.close()
@@ -264,7 +306,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     def _give_up(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> None:
         """Count and log the reason, once: from here on the engine loads from disk.
 
-        Raises the reason, with fallback off, and OutOfDeviceMemoryError where a load from disk has no room.
+        Raises the reason, with fallback off, and OutOfDeviceMemoryError where a load from disk has
+        no room.
         """
         fallback.counts[reason.code] += 1
         if not self.options.fallback:
@@ -288,13 +331,17 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             # Not worth an engine.
             log.debug("the daemon was not told: %s", e)
 
-    def _no_room(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> OutOfDeviceMemoryError | None:
+    def _no_room(
+        self, vllm_config: Any, model_config: Any, reason: WeightcachedError
+    ) -> OutOfDeviceMemoryError | None:
         if reason.code == UnsupportedPlatformForIPCError.code:
             return None
         try:
             device = engine.device_of_worker(vllm_config.parallel_config)
             socket = self._socket_path(vllm_config)
-            fallback.check_room(vllm_config, model_config, device, socket, self.options.fallback_load_format, reason)
+            fallback.check_room(
+                vllm_config, model_config, device, socket, self.options.fallback_load_format, reason
+            )
         except OutOfDeviceMemoryError as e:
             return e
         except Exception as e:
@@ -312,34 +359,45 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
 
 
 def reason_of(e: Exception) -> WeightcachedError:
-    """The error as a reason for not mapping; one that nobody foresaw is logged with its traceback."""
+    """The error as a reason for not mapping; one that nobody foresaw is logged with its
+    traceback.
+    """
     if isinstance(e, WeightcachedError):
         return e
     if not isinstance(e, OSError):
         log.error("attaching failed", exc_info=e)
-    return WeightCacheUnavailableError(f"attaching failed: {type(e).__name__}: {e}", code="attach-failed")
+    return WeightCacheUnavailableError(
+        f"attaching failed: {type(e).__name__}: {e}", code="attach-failed"
+    )
 
 
 def _forget_frames(e: BaseException | None) -> None:
-    # Their locals are a half-built model and what it maps, which would stay for as long as the load from disk takes.
+    # Their locals are a half-built model and what it maps, which would stay for as long as the load
+    # from disk takes.
     while e is not None:
         traceback.clear_frames(e.__traceback__)
         e = e.__cause__ or e.__context__
 
 
 def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
-    """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError, UnsupportedQuantForIPCError."""
+    """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError,
+    UnsupportedQuantForIPCError.
+    """
     if not engine.stage_of_platform():
         from vllm.platforms import current_platform
 
-        raise UnsupportedPlatformForIPCError(f"platform {current_platform.device_name} has no segment backend")
+        raise UnsupportedPlatformForIPCError(
+            f"platform {current_platform.device_name} has no segment backend"
+        )
     parallel, offload = vllm_config.parallel_config, getattr(vllm_config, "offload_config", None)
     for name in ("enable_eplb", "enable_elastic_ep"):
         if getattr(parallel, name, False):
             raise UnsupportedQuantForIPCError(
                 f"{name} moves experts while serving: leave it out to use the cache", code="eplb"
             )
-    if options.mode == "zero_copy" and getattr(vllm_config.model_config, "enable_sleep_mode", False):
+    if options.mode == "zero_copy" and getattr(
+        vllm_config.model_config, "enable_sleep_mode", False
+    ):
         raise UnsupportedPlatformForIPCError(
             "enable_sleep_mode frees weights that others map: use mode copy", code="sleep-mode"
         )
@@ -352,7 +410,8 @@ def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
     for name, value in offloaded.items():
         if value:
             raise UnsupportedPlatformForIPCError(
-                f"{name} {value} moves weights out of device memory: set it to 0 to use the cache", code="cpu-offload"
+                f"{name} {value} moves weights out of device memory: set it to 0 to use the cache",
+                code="cpu-offload",
             )
 
 

@@ -1,4 +1,6 @@
-"""The loader's options: `--model-loader-extra-config` as vLLM documents it for `ipc_cache`, and ours beside it."""
+"""The loader's options: `--model-loader-extra-config` as vLLM documents it for `ipc_cache`, and
+ours beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ import msgspec
 
 
 class LoaderOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """socket_path names one daemon's socket, socket_dir the directory of all; timeouts are in seconds.
+    """socket_path names one daemon's socket, socket_dir the directory of all; timeouts are in
+    seconds.
 
-    mode: map the cache, or copy it and let the daemon free it. fallback: load from disk, by fallback_load_format
-    with fallback_extra_config, when the cache cannot be used; without it the reason is raised.
+    mode: map the cache, or copy it and let the daemon free it. fallback: load from disk, by
+    fallback_load_format with fallback_extra_config, when the cache cannot be used; without it the
+    reason is raised.
     """
 
     socket_path: str | None = None
@@ -54,12 +58,16 @@ def parse_options(extra_config: Mapping[str, Any] | None, load_format: str) -> L
     except msgspec.ValidationError as e:
         raise ValueError(f"model_loader_extra_config of load format {load_format}: {e}") from e
     if options.socket_path and options.socket_dir:
-        raise ValueError("model_loader_extra_config: socket_path and socket_dir exclude each other; leave one out")
+        raise ValueError(
+            "model_loader_extra_config: socket_path and socket_dir exclude each other; leave one out"
+        )
     if not (options.connect_timeout_s > 0 and options.state_timeout_s >= 0):
         raise ValueError(
             f"model_loader_extra_config: connect_timeout_s {options.connect_timeout_s} must be above 0, "
             f"state_timeout_s {options.state_timeout_s} at least 0"
         )
     if options.fallback_load_format in ("ipc_cache", "weightcached"):
-        raise ValueError("model_loader_extra_config: fallback_load_format must be a load format that reads from disk")
+        raise ValueError(
+            "model_loader_extra_config: fallback_load_format must be a load format that reads from disk"
+        )
     return options

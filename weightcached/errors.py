@@ -1,7 +1,8 @@
 """Every error that leaves a module, with its wire code and exit status.
 
-`code` travels in messages and metrics and never changes; the text may. `exit_status` is what a command
-ends with. 78 (EX_CONFIG) marks what a restart cannot mend: the unit lists it in RestartPreventExitStatus=.
+`code` travels in messages and metrics and never changes; the text may. `exit_status` is what a
+command ends with. 78 (EX_CONFIG) marks what a restart cannot mend: the unit lists it in
+RestartPreventExitStatus=.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class DeviceError(WeightcachedError):
 
 
 class CheckpointError(WeightcachedError):
-    """Checkpoint files are missing, unreadable or malformed. The operator names another checkpoint."""
+    """Checkpoint files are missing, unreadable or malformed. The operator names another
+    checkpoint.
+    """
 
     code = "checkpoint"
     exit_status = EXIT_CONFIG
@@ -70,13 +73,17 @@ class LayoutError(WeightcachedError):
 
 
 class SegmentError(WeightcachedError):
-    """A segment could not be created, adopted or mapped; the text names the driver or system call."""
+    """A segment could not be created, adopted or mapped; the text names the driver or system
+    call.
+    """
 
     code = "segment"
 
 
 class OutOfDeviceMemoryError(SegmentError):
-    """The device has less free memory than the weights need. The text says needed, free and who holds it."""
+    """The device has less free memory than the weights need. The text says needed, free and who
+    holds it.
+    """
 
     code = "out-of-memory"
 
@@ -113,7 +120,9 @@ class CacheConfigMismatchError(WeightcachedError):
 
 
 class UnsupportedQuantForIPCError(WeightcachedError):
-    """A layer's quantization could not be attached and proven. Names module, method and attribute."""
+    """A layer's quantization could not be attached and proven. Names module, method and
+    attribute.
+    """
 
     code = "unsupported-quantization"
     exit_status = EXIT_CONFIG

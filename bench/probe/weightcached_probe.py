@@ -1,9 +1,10 @@
 """A vLLM plug-in for benchmarks: times every load the same way, whoever's loader runs.
 
-With this directory on PYTHONPATH and WEIGHTCACHED_PROBE naming a file, every process of an engine appends one JSON
-line for each load phase: the wall time of load_model() and of the question for external memory before it (a loader
-may do its work there), the time that building the model (initialize_model) took inside, and the wall time of the
-worker's whole load_model(), in which vLLM also collects garbage and prepares the model's use.
+With this directory on PYTHONPATH and WEIGHTCACHED_PROBE naming a file, every process of an engine
+appends one JSON line for each load phase: the wall time of load_model() and of the question for
+external memory before it (a loader may do its work there), the time that building the model
+(initialize_model) took inside, and the wall time of the worker's whole load_model(), in which vLLM
+also collects garbage and prepares the model's use.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def register() -> None:
     base_loader.BaseModelLoader.__init__ = probing_init
     original, timed = utils.initialize_model, _timed_build(utils.initialize_model)
     for module in list(sys.modules.values()):
-        # Loaders imported the function by name. vars(), since getattr() makes lazy packages import all they have.
+        # Loaders imported the function by name. vars(), since getattr() makes lazy packages import
+        # all they have.
         if vars(module).get("initialize_model") is original:
             module.initialize_model = timed
 
@@ -119,7 +121,8 @@ def _timed_load(load: Callable[..., Any], path: str, loader: type) -> Callable[.
             _synchronize()
         finally:
             _depth -= 1
-        # A loader that falls back calls another one inside; only the outermost is the engine's load phase.
+        # A loader that falls back calls another one inside; only the outermost is the engine's load
+        # phase.
         if _depth == 0:
             _record = {
                 "loader": f"{loader.__module__}.{loader.__qualname__}",

@@ -1,4 +1,6 @@
-"""How a child process of the tests answers: a line that begins with "ANSWER " on what was its standard output."""
+"""How a child process of the tests answers: a line that begins with "ANSWER " on what was its
+standard output.
+"""
 
 from __future__ import annotations
 

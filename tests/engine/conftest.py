@@ -1,4 +1,6 @@
-"""Fixtures of the end-to-end tests: real vLLM on the CPU, the product's unit under a real user manager."""
+"""Fixtures of the end-to-end tests: real vLLM on the CPU, the product's unit under a real user
+manager.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ class Engines:
     """
 
     def __init__(
-        self, env: dict[str, str], log_path: Path, command: Sequence[str] = (sys.executable, "-m", "tests.engine.host")
+        self,
+        env: dict[str, str],
+        log_path: Path,
+        command: Sequence[str] = (sys.executable, "-m", "tests.engine.host"),
     ) -> None:
         self._log_path = log_path
         self._seen = 0
@@ -72,7 +77,12 @@ class Engines:
                 return answer
 
     def tokens(
-        self, model: Path, load_format: str = "auto", *, loader: dict[str, Any] | None = None, **engine: Any
+        self,
+        model: Path,
+        load_format: str = "auto",
+        *,
+        loader: dict[str, Any] | None = None,
+        **engine: Any,
     ) -> Any:
         """Start an engine and return what it decodes."""
         if loader is not None:
@@ -88,7 +98,11 @@ class Engines:
 
     def plugin_log(self) -> list[str]:
         """The plug-in's own lines since the last call, without time and file."""
-        lines = (line for line in self.log().splitlines() if "[ipc_loader.py:" in line or "[client.py:" in line)
+        lines = (
+            line
+            for line in self.log().splitlines()
+            if "[ipc_loader.py:" in line or "[client.py:" in line
+        )
         return [line.split("] ", 1)[1] for line in lines]
 
     def close(self) -> None:
@@ -157,7 +171,8 @@ class Service:
 def answers_of_ranks(
     module: str, argument: str, question: str, base: Path, environments: Sequence[dict[str, str]]
 ) -> list[Any]:
-    """Ask one process for each rank, `python -m tests.engine.MODULE RANK ARGUMENT`; their answers, by rank.
+    """Ask one process for each rank, `python -m tests.engine.MODULE RANK ARGUMENT`; their answers,
+    by rank.
 
     environments: what each has besides the tests' own; logs go to `base`.
     """
@@ -187,7 +202,14 @@ def answers_of_ranks(
 def checkpoint(path: Path, *, tied: bool, dtype: str, seed: int = 0, shards: int = 3) -> Path:
     """A small Llama-shaped checkpoint whose larger tensors go to shared segments."""
     config = llama_config(
-        hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, vocab=1024, dtype=dtype, tied=tied
+        hidden=256,
+        intermediate=512,
+        layers=4,
+        heads=8,
+        kv_heads=4,
+        vocab=1024,
+        dtype=dtype,
+        tied=tied,
     )
     write_checkpoint(path, config, shards=shards, seed=seed)
     return path
@@ -195,7 +217,9 @@ def checkpoint(path: Path, *, tied: bool, dtype: str, seed: int = 0, shards: int
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The checkpoints of all tests by name. `tuned` is `untied` after a fine-tune: same names, shapes and headers."""
+    """The checkpoints of all tests by name. `tuned` is `untied` after a fine-tune: same names,
+    shapes and headers.
+    """
     base = tmp_path_factory.mktemp("models")
     return {
         "untied": checkpoint(base / "untied", tied=False, dtype="bfloat16"),

@@ -1,6 +1,8 @@
-"""What vLLM's CPU worker lacks for layouts that its GPU worker runs, for the engine's own processes of these tests.
+"""What vLLM's CPU worker lacks for layouts that its GPU worker runs, for the engine's own processes
+of these tests.
 
-Given to engines as `worker_extension_cls`. Seen with vLLM 0.32 from disk without any plug-in, and in 0.33's sources:
+Given to engines as `worker_extension_cls`. Seen with vLLM 0.32 from disk without any plug-in, and
+in 0.33's sources:
 
 - pipeline_parallel_size=2 with enforce_eager: "assert self.intermediate_tensors is not None" in the first step of the
   second stage. A dummy run makes the buffer, and CPUModelRunner.warming_up_model() leaves that out without compilation.
@@ -37,7 +39,9 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = 
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
-def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+def reduce_scatterv(
+    self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> torch.Tensor:
     """This rank's sizes[rank] rows of the sum over all ranks."""
     assert dim == 0
     sizes = sizes or [input_.shape[0] // self.world_size] * self.world_size
@@ -54,7 +58,9 @@ _apply = CPUUnquantizedExperts.apply
 
 
 def with_expert_map(self: Any, **kwargs: Any) -> None:
-    """Count this rank's experts from 0, and give those of others no weight: their ranks add what they make of them."""
+    """Count this rank's experts from 0, and give those of others no weight: their ranks add what
+    they make of them.
+    """
     if (expert_map := kwargs["expert_map"]) is not None:
         local = expert_map[kwargs["topk_ids"].long()]
         kwargs["topk_weights"] = kwargs["topk_weights"].masked_fill(local < 0, 0.0)

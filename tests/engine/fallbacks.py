@@ -1,4 +1,5 @@
-"""The plug-in in a process with real vLLM, against a scripted daemon: one question and one answer per line.
+"""The plug-in in a process with real vLLM, against a scripted daemon: one question and one answer
+per line.
 
     {"case": name, "options": {…}}       ask for the memory, then load; what came, what was logged and counted
     {"story": name}                      one of STORIES
@@ -30,7 +31,16 @@ from torch import nn
 
 from tests.engine.answers import open_channel
 from tests.fakes.models import an_index
-from tests.fakes.stub_daemon import Answer, Packet, Script, Silence, StubDaemon, cache, status, welcome
+from tests.fakes.stub_daemon import (
+    Answer,
+    Packet,
+    Script,
+    Silence,
+    StubDaemon,
+    cache,
+    status,
+    welcome,
+)
 from weightcached.index import tensors as index_format
 from weightcached.system.fds import sealed_memfd
 from weightcached.wire.messages import (
@@ -98,7 +108,9 @@ class Process:
         from weightcached.wire.loader_job import LoaderJob
 
         class Disk(BaseModelLoader):  # type: ignore[misc]
-            """Stands for vLLM's default loader and for the user's own: its model says who asked for what."""
+            """Stands for vLLM's default loader and for the user's own: its model says who asked for
+            what.
+            """
 
             def download_model(self, model_config: Any) -> None:
                 pass
@@ -106,9 +118,14 @@ class Process:
             def load_weights(self, model: nn.Module, model_config: Any) -> None:
                 pass
 
-            def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+            def load_model(
+                self, vllm_config: Any, model_config: Any, prefix: str = ""
+            ) -> nn.Module:
                 own = nn.Identity()
-                own.loaded = [self.load_config.load_format, self.load_config.model_loader_extra_config]
+                own.loaded = [
+                    self.load_config.load_format,
+                    self.load_config.model_loader_extra_config,
+                ]
                 return own
 
         for load_format in ("auto", "user_disk"):
@@ -130,7 +147,11 @@ class Process:
     def loader(self, options: dict[str, Any]) -> Any:
         from weightcache_loader.ipc_loader import IpcModelLoader
 
-        options = {"socket_dir": str(self.directory), "connect_timeout_s": 0.3, "state_timeout_s": 5.0} | options
+        options = {
+            "socket_dir": str(self.directory),
+            "connect_timeout_s": 0.3,
+            "state_timeout_s": 5.0,
+        } | options
         load = dataclasses.replace(
             self.config.load_config, load_format="ipc_cache", model_loader_extra_config=options
         )  # fmt: skip
@@ -164,7 +185,9 @@ Context = Callable[[Process], contextlib.AbstractContextManager[Any]]
 
 
 def daemon(script: Script = lambda request: [], *greeting: Answer, **patched: Any) -> Context:
-    """A scripted daemon; `patched` are attributes of the plug-in's client for the time of the case."""
+    """A scripted daemon; `patched` are attributes of the plug-in's client for the time of the
+    case.
+    """
 
     @contextlib.contextmanager
     def context(process: Process) -> Iterator[Any]:
@@ -270,10 +293,16 @@ def without_room(process: Process) -> Iterator[None]:
     """A daemon holds another model, and the device has 1 MiB left."""
     from weightcached.segments.host import HostBackend
 
-    differs = Mismatch(cache=CACHE, fields=[FieldMismatch("dtype", "torch.bfloat16", "torch.float16")])
+    differs = Mismatch(
+        cache=CACHE, fields=[FieldMismatch("dtype", "torch.bfloat16", "torch.float16")]
+    )
 
     def script(request: Request) -> Iterable[Answer]:
-        return [status("cpu0", cache(CACHE, bytes=3 << 30))] if isinstance(request, Status) else [differs]
+        return (
+            [status("cpu0", cache(CACHE, bytes=3 << 30))]
+            if isinstance(request, Status)
+            else [differs]
+        )
 
     with (
         StubDaemon(process.socket, script),
@@ -286,7 +315,9 @@ def without_room(process: Process) -> Iterator[None]:
 def _unsupported() -> Exception:
     from weightcached.errors import UnsupportedQuantForIPCError
 
-    return UnsupportedQuantForIPCError("model.layers.0.mlp: method Odd sets attribute lut, a numpy.ndarray")
+    return UnsupportedQuantForIPCError(
+        "model.layers.0.mlp: method Odd sets attribute lut, a numpy.ndarray"
+    )
 
 
 def _no_checkpoint() -> Exception:
@@ -363,7 +394,9 @@ def mapping_is_told(process: Process) -> Iterator[None]:
     """Building is left out: what the plug-in decided is what counts."""
     from weightcache_loader.ipc_loader import IpcModelLoader
 
-    def build(self: Any, vllm_config: Any, model_config: Any, prefix: str, attachment: Any) -> nn.Module:
+    def build(
+        self: Any, vllm_config: Any, model_config: Any, prefix: str, attachment: Any
+    ) -> nn.Module:
         mapped = nn.Identity()
         mapped.generation = attachment.ready.generation
         return mapped
@@ -384,7 +417,11 @@ def ready_in_between(process: Process) -> dict[str, Any]:
         memory = process.loader(options).get_external_weight_memory(process.config)
         stub.script = handing_out()
         model = process.loader(options).load_model(process.config, process.config.model_config)
-    return {"memory": memory, "mapped": hasattr(model, "generation"), "requests": _kinds(stub.requests)}
+    return {
+        "memory": memory,
+        "mapped": hasattr(model, "generation"),
+        "requests": _kinds(stub.requests),
+    }
 
 
 def gone_in_between(process: Process) -> dict[str, Any]:
@@ -392,9 +429,15 @@ def gone_in_between(process: Process) -> dict[str, Any]:
     stub = StubDaemon(process.socket, handing_out())
     with stub, mapping_is_told(process):
         memory = process.loader({}).get_external_weight_memory(process.config)
-        stub.script = saying(Mismatch(cache="other/target", fields=[FieldMismatch("dtype", "a", "b")]))
+        stub.script = saying(
+            Mismatch(cache="other/target", fields=[FieldMismatch("dtype", "a", "b")])
+        )
         model = process.loader({}).load_model(process.config, process.config.model_config)
-    return {"memory": memory, "mapped": hasattr(model, "generation"), "requests": _kinds(stub.requests)}
+    return {
+        "memory": memory,
+        "mapped": hasattr(model, "generation"),
+        "requests": _kinds(stub.requests),
+    }
 
 
 def another_engine_in_between(process: Process) -> dict[str, Any]:
@@ -419,8 +462,14 @@ def failed_engine_leaves_nothing(process: Process) -> dict[str, Any]:
         except Exception as e:
             error = str(e)
         stub.script = handing_out()
-        model = process.loader({"fallback": False}).load_model(process.config, process.config.model_config)
-    return {"error": error, "mapped": hasattr(model, "generation"), "requests": _kinds(stub.requests)}
+        model = process.loader({"fallback": False}).load_model(
+            process.config, process.config.model_config
+        )
+    return {
+        "error": error,
+        "mapped": hasattr(model, "generation"),
+        "requests": _kinds(stub.requests),
+    }
 
 
 STORIES = {f.__name__: f for f in (

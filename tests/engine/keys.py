@@ -1,6 +1,7 @@
 """Keys, skeletons and bytes of real vLLM configurations, without an engine; imports are paid once.
 
-Reads one JSON question per line on standard input and answers with one line that begins with "ANSWER ".
+Reads one JSON question per line on standard input and answers with one line that begins with
+"ANSWER ".
 
     {"engine": {…}, "environment": {…}, "rank": 0, "bytes": true}   configure; the key's fields, the skeleton, and a
                                                                     digest of every loaded tensor
@@ -44,12 +45,16 @@ def configured(question: dict[str, Any]) -> dict[str, Any]:
         answer = {"key": msgspec.to_builtins(key), "digest": key.digest(), "skeleton": skeleton}
         if question.get("bytes"):
             with engine.isolated_build(config, keep=False):
-                answer["bytes"] = bytes_of(rank.load_for_stage(config, config.model_config, "loaded", lambda n: None))
+                answer["bytes"] = bytes_of(
+                    rank.load_for_stage(config, config.model_config, "loaded", lambda n: None)
+                )
     return answer
 
 
 def batches(question: dict[str, Any]) -> dict[str, Any]:
-    """The most tokens and sequences of a batch, as the loader child has them and as `vllm serve` has."""
+    """The most tokens and sequences of a batch, as the loader child has them and as `vllm serve`
+    has.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -81,7 +86,9 @@ def bytes_of(model: Any) -> str:
         if slot.tensor.is_meta:
             # A head that pooling leaves out keeps its name.
             continue
-        digest.update(slot.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            slot.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -91,7 +98,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
         from weightcached.vllm_compat.key import changes_layout
 
-        return {"names": sorted(name for name in envs.environment_variables if changes_layout(name))}
+        return {
+            "names": sorted(name for name in envs.environment_variables if changes_layout(name))
+        }
     if "multimodal" in question:
         from vllm.config import MultiModalConfig
 

@@ -1,4 +1,5 @@
-"""What vLLM itself makes of layouts: reads a JSON list of engine arguments, prints one answer for each.
+"""What vLLM itself makes of layouts: reads a JSON list of engine arguments, prints one answer for
+each.
 
 {"refused": "…"}                                   vLLM's words
 {"plan": […], "groups": […], "places": […]}                    one entry for each local rank, in order:
@@ -29,7 +30,11 @@ def ranks_seen(config: Any, dp_rank: int, rank: int) -> list[int]:
         seen = [torch.distributed.get_rank()]
         seen += [group.rank_in_group for group in (get_dp_group(), get_pp_group(), get_tp_group())]
         expert = parallel_state._EP
-        seen += [expert.rank_in_group if expert else 0, get_dp_group().world_size, expert.world_size if expert else 1]
+        seen += [
+            expert.rank_in_group if expert else 0,
+            get_dp_group().world_size,
+            expert.world_size if expert else 1,
+        ]
     return seen
 
 
@@ -60,13 +65,17 @@ def answer(engine: dict[str, Any]) -> dict[str, Any]:
         return {"refused": str(e)}
     plan = daemon.plan_local_ranks(config.parallel_config)
     tp = config.parallel_config.tensor_parallel_size
-    groups = [ranks_seen(config, dp_rank, pp_rank * tp + tp_rank) for _, dp_rank, pp_rank, tp_rank in plan]
+    groups = [
+        ranks_seen(config, dp_rank, pp_rank * tp + tp_rank) for _, dp_rank, pp_rank, tp_rank in plan
+    ]
     places = [place_of_worker(config, plan[0][1], local, dp_rank) for local, dp_rank, _, _ in plan]
     return {"plan": plan, "groups": groups, "places": places}
 
 
 def main() -> None:
-    """Answer on the standard output that this process began with; vLLM's own goes to standard error."""
+    """Answer on the standard output that this process began with; vLLM's own goes to standard
+    error.
+    """
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     out.write(json.dumps([answer(engine) for engine in json.load(sys.stdin)]))

@@ -1,4 +1,5 @@
-"""One rank of several small models, loaded in a real gloo group and then alone: digests of all its tensors.
+"""One rank of several small models, loaded in a real gloo group and then alone: digests of all its
+tensors.
 
     python -m tests.engine.rank_tensors GLOBAL_RANK STORE_DIR <cases.json
 

@@ -1,4 +1,5 @@
-"""One of two tensor-parallel ranks: real vLLM groups over gloo, the plug-in, and a scripted daemon of this rank's own.
+"""One of two tensor-parallel ranks: real vLLM groups over gloo, the plug-in, and a scripted daemon
+of this rank's own.
 
     python -m tests.engine.ranks RANK PORT CHECKPOINT
 
@@ -23,7 +24,9 @@ WORLD_SIZE = 2
 def brought_about(process: Process, case: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mapping_is_told(process))
-        stack.enter_context(daemon(handing_out())(process) if case == "ready" else CASES[case](process))
+        stack.enter_context(
+            daemon(handing_out())(process) if case == "ready" else CASES[case](process)
+        )
         yield
 
 
@@ -39,7 +42,9 @@ def main() -> None:
     from vllm.distributed import parallel_state
 
     with set_current_vllm_config(process.config):
-        parallel_state.init_distributed_environment(WORLD_SIZE, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        parallel_state.init_distributed_environment(
+            WORLD_SIZE, rank, f"tcp://127.0.0.1:{port}", rank, "gloo"
+        )
         parallel_state.ensure_model_parallel_initialized(WORLD_SIZE, 1, backend="gloo")
         for line in sys.stdin:
             question = json.loads(line)

@@ -1,4 +1,5 @@
-"""Real vLLM engines of several ranks, as `vllm serve` has them: every replica and every rank is a process of its own.
+"""Real vLLM engines of several ranks, as `vllm serve` has them: every replica and every rank is a
+process of its own.
 
 Reads one JSON object per line on standard input, {"engine": {…}}, and answers with one line that begins with "ANSWER ":
 {"tokens": [by replica, by prompt]} or {"error": "…"}. Prompts run one by one, so that no batch differs from another's.
@@ -28,7 +29,9 @@ async def decode(llm: Any, replicas: int) -> list[list[list[int]]]:
         found.append([])
         for number, prompt in enumerate(prompts(PROMPTS, vocab)):
             name = f"{replica}-{number}"
-            async for output in llm.generate(prompt, sampling, request_id=name, data_parallel_rank=replica):
+            async for output in llm.generate(
+                prompt, sampling, request_id=name, data_parallel_rank=replica
+            ):
                 tokens = list(output.outputs[0].token_ids)
             found[-1].append(tokens)
     return found

@@ -1,4 +1,6 @@
-"""Broken checkpoints, through the real loader child and through the plug-in: a typed error, soon, in little memory."""
+"""Broken checkpoints, through the real loader child and through the plug-in: a typed error, soon,
+in little memory.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,14 @@ FAULTS: dict[str, Callable[[Path], None]] = {
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("good") / "model"
     config = llama_config(
-        hidden=64, intermediate=128, layers=1, heads=4, kv_heads=2, vocab=256, dtype="bfloat16", tied=False
+        hidden=64,
+        intermediate=128,
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        vocab=256,
+        dtype="bfloat16",
+        tied=False,
     )
     write_checkpoint(path, config)
     return path
@@ -148,7 +157,9 @@ def test_engine_with_a_broken_checkpoint_does_not_map_and_falls_back_or_fails(
 ) -> None:
     FAULTS[fault](model / "model.safetensors")
     began = time.monotonic()
-    fallen = plugin.ask(checkpoint=str(model), rung="sample", options={"fallback_load_format": "user_disk"})
+    fallen = plugin.ask(
+        checkpoint=str(model), rung="sample", options={"fallback_load_format": "user_disk"}
+    )
     failed = plugin.ask(checkpoint=str(model), rung="sample", options={"fallback": False})
     assert time.monotonic() - began < WALL_LIMIT_S
     assert fallen.get("loaded") == ["user_disk", {}], fallen
@@ -161,9 +172,13 @@ def test_engine_with_a_broken_checkpoint_does_not_map_and_falls_back_or_fails(
 
 
 @pytest.mark.parametrize("rung", ["sample", "full"])
-def test_file_that_changes_while_it_is_compared_is_an_error(plugin: Plugin, model: Path, rung: str) -> None:
+def test_file_that_changes_while_it_is_compared_is_an_error(
+    plugin: Plugin, model: Path, rung: str
+) -> None:
     file = model / "model.safetensors"
-    answer = plugin.ask(checkpoint=str(model), rung=rung, change=str(file), options={"fallback": False})
+    answer = plugin.ask(
+        checkpoint=str(model), rung=rung, change=str(file), options={"fallback": False}
+    )
     assert answer["error"][0] == "CheckpointError", answer
     assert str(file) in answer["error"][1]
     assert "changed" in answer["error"][1]

@@ -1,4 +1,6 @@
-"""weightcached.checkpoint.files chooses the files that the installed vLLM's own default loader chooses."""
+"""weightcached.checkpoint.files chooses the files that the installed vLLM's own default loader
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,28 @@ SHARDS = [f"model-{i}-of-11.safetensors" for i in range(1, 12)]
 LAYOUTS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
     "one-file": (["model.safetensors", "config.json"], {}),
     "shards": (SHARDS, {}),
-    "shards-and-a-stray-file": ([*SHARDS, "stray.safetensors"], {"model.safetensors.index.json": SHARDS}),
+    "shards-and-a-stray-file": (
+        [*SHARDS, "stray.safetensors"],
+        {"model.safetensors.index.json": SHARDS},
+    ),
     "missing-shard": (SHARDS[1:], {"model.safetensors.index.json": SHARDS}),
     "both-formats": (
         ["consolidated.safetensors", *SHARDS],
-        {"model.safetensors.index.json": SHARDS, "consolidated.safetensors.index.json": ["consolidated.safetensors"]},
+        {
+            "model.safetensors.index.json": SHARDS,
+            "consolidated.safetensors.index.json": ["consolidated.safetensors"],
+        },
     ),
-    "bin": (["pytorch_model-1.bin", "pytorch_model-2.bin", "training_args.bin", "optimizer.bin", "scheduler.pt"], {}),
+    "bin": (
+        [
+            "pytorch_model-1.bin",
+            "pytorch_model-2.bin",
+            "training_args.bin",
+            "optimizer.bin",
+            "scheduler.pt",
+        ],
+        {},
+    ),
     "bin-and-safetensors": (["model.safetensors", "pytorch_model.bin", "a.pt"], {}),
     "pt": (["a.pt", "b.pt", "optimizer.pt"], {}),
     "hidden": (["model.safetensors", ".model.safetensors"], {}),
@@ -57,13 +74,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in names:
             (root / layout / name).write_bytes(b"content")
         for name, shards in indexes.items():
-            (root / layout / name).write_text(json.dumps({"weight_map": {shard: shard for shard in shards}}))
+            (root / layout / name).write_text(
+                json.dumps({"weight_map": {shard: shard for shard in shards}})
+            )
     return root
 
 
 @pytest.fixture(scope="module")
 def read_by_vllm(made: Path) -> dict[tuple[str, str], list[str]]:
-    """The files of each layout that the default loader reads in each format, in its order; none where it fails."""
+    """The files of each layout that the default loader reads in each format, in its order; none
+    where it fails.
+    """
     cases = list(itertools.product(LAYOUTS, FORMATS))
     questions = json.dumps([(str(made / layout), load_format) for layout, load_format in cases])
     command = [sys.executable, "-c", ASK_VLLM, str(made / "answers.json")]
@@ -77,7 +98,10 @@ def test_the_default_loader_reads_the_recorded_files_in_the_recorded_order(
     made: Path, read_by_vllm: dict[tuple[str, str], list[str]], layout: str, load_format: str
 ) -> None:
     try:
-        recorded = [file.name for file in record_checkpoint(str(made / layout), load_format=load_format).files]
+        recorded = [
+            file.name
+            for file in record_checkpoint(str(made / layout), load_format=load_format).files
+        ]
     except CheckpointError:
         recorded = []
     assert recorded == read_by_vllm[layout, load_format]

@@ -1,4 +1,6 @@
-"""Draft models on the CPU: cached beside their target, mapped by the engine's proposer, right as often as from disk."""
+"""Draft models on the CPU: cached beside their target, mapped by the engine's proposer, right as
+often as from disk.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     """Engine arguments by draft."""
     base, maker = tmp_path_factory.mktemp("drafts"), Maker(Shape())
     target = str(write_llama(base / "target", maker))
-    heads = {"eagle": write_eagle(base / "eagle", maker), "eagle3": write_eagle3(base / "eagle3", maker)}
+    heads = {
+        "eagle": write_eagle(base / "eagle", maker),
+        "eagle3": write_eagle3(base / "eagle3", maker),
+    }
     made: dict[str, dict[str, Any]] = {
         name: {
             "model": target,
@@ -38,13 +43,21 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
         for name, path in heads.items()
     }
     mtp = write_mtp(base / "mtp", maker)
-    return made | {"mtp": {"model": str(mtp), "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}}
+    return made | {
+        "mtp": {
+            "model": str(mtp),
+            "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+        }
+    }
 
 
 @pytest.fixture(scope="module")
 def serving(service: Service, arguments: dict[str, dict[str, Any]]) -> Iterator[Service]:
     service.manifest(
-        *(entry(name, Path(arguments[name]["model"]), DEVICE, **without(arguments[name], "model")) for name in DRAFTS)
+        *(
+            entry(name, Path(arguments[name]["model"]), DEVICE, **without(arguments[name], "model"))
+            for name in DRAFTS
+        )
     )
     service.ctl("start", DEVICE)
     yield service
@@ -55,7 +68,9 @@ def without(engine: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in engine.items() if key not in names}
 
 
-def seen(engines: Engines, engine: dict[str, Any], load_format: str = "auto", **loader: Any) -> tuple[Any, Any, Any]:
+def seen(
+    engines: Engines, engine: dict[str, Any], load_format: str = "auto", **loader: Any
+) -> tuple[Any, Any, Any]:
     """Tokens, how often the draft was right, and what it has of its own."""
     options = without(engine, "model") | {"disable_log_stats": False}
     if load_format != "auto":
@@ -73,15 +88,22 @@ def test_tokens_and_acceptance_are_those_of_a_load_from_disk(
         cache = caches[f"{name}/{role}"]
         assert (cache["role"], cache["state"]) == (role, "ready"), cache["error"]
     disk = seen(engines, arguments[name])
-    assert 0.05 < disk[1]["num_accepted_tokens"] / disk[1]["num_draft_tokens"] < 0.95, "would hide a broken draft"
+    assert 0.05 < disk[1]["num_accepted_tokens"] / disk[1]["num_draft_tokens"] < 0.95, (
+        "would hide a broken draft"
+    )
     engines.log()
     assert seen(engines, arguments[name], "ipc_cache") == disk
     lines = engines.plugin_log()
     # The first of equal targets is anybody's.
-    assert [line.split()[1].partition("/")[2] for line in lines if line.startswith("attached")] == ["target", "draft"]
+    assert [line.split()[1].partition("/")[2] for line in lines if line.startswith("attached")] == [
+        "target",
+        "draft",
+    ]
     assert any(f"attached {name}/draft generation 1" in line for line in lines), lines
     assert {flag: disk[2][flag] for flag in OWNERSHIP[name]} == OWNERSHIP[name]
-    (leases,) = [cache["engines"] for cache in serving.caches(DEVICE) if cache["name"] == f"{name}/draft"]
+    (leases,) = [
+        cache["engines"] for cache in serving.caches(DEVICE) if cache["name"] == f"{name}/draft"
+    ]
     assert [engine["pid"] for engine in leases] == [engines.process.pid]
     engines.ask(close=True)
     assert "all digests equal" in serving.ctl("verify", f"{name}/draft").stdout
@@ -92,7 +114,9 @@ def test_what_the_engine_takes_from_the_target_is_not_held_twice(
 ) -> None:
     bytes_of = {cache["name"]: cache["bytes"] for cache in serving.caches(DEVICE)}
     head = Path(arguments["eagle3"]["speculative_config"]["model"], "model.safetensors")
-    assert bytes_of["eagle3/draft"] < head.stat().st_size + SLACK_BYTES, "the head has no embeddings"
+    assert bytes_of["eagle3/draft"] < head.stat().st_size + SLACK_BYTES, (
+        "the head has no embeddings"
+    )
     with_both = 2 * Shape().vocab * Shape().hidden * 2
     assert bytes_of["mtp/draft"] + with_both < bytes_of["mtp/target"]
 
@@ -117,7 +141,12 @@ def test_draft_of_another_kind_loads_from_disk_and_one_line_says_so(
     disk = engines.tokens(Path(engine["model"]), **without(engine, "model"))
     engines.log()
     assert (
-        engines.tokens(Path(engine["model"]), load_format, loader={"fallback": False}, **without(engine, "model"))
+        engines.tokens(
+            Path(engine["model"]),
+            load_format,
+            loader={"fallback": False},
+            **without(engine, "model"),
+        )
         == disk
     )
     lines = engines.plugin_log()
@@ -142,19 +171,29 @@ def test_draft_of_another_checkpoint_loads_from_disk_and_the_target_is_mapped(
     engines.ask(close=True)
 
 
-def test_two_tensor_parallel_ranks_map_target_and_draft(service: Service, arguments: dict[str, dict[str, Any]]) -> None:
+def test_two_tensor_parallel_ranks_map_target_and_draft(
+    service: Service, arguments: dict[str, dict[str, Any]]
+) -> None:
     layout = {"tensor_parallel_size": 2, "enforce_eager": True, "max_model_len": 256}
     engine = arguments["eagle"]
     model, options = Path(engine["model"]), layout | without(engine, "model")
     disk, _ = generate(service, model, "auto", options)
     service.ctl("stop", DEVICE, check=False)
-    service.manifest(entry("two", model, "cpu0", "cpu1", **without(options, "enforce_eager", "max_model_len")))
+    service.manifest(
+        entry("two", model, "cpu0", "cpu1", **without(options, "enforce_eager", "max_model_len"))
+    )
     try:
         service.ctl("start", "cpu0", "cpu1")
         attached, log = generate(
-            service, model, "ipc_cache", options | {"model_loader_extra_config": {"fallback": False}}
+            service,
+            model,
+            "ipc_cache",
+            options | {"model_loader_extra_config": {"fallback": False}},
         )
     finally:
         service.ctl("stop", "cpu0", "cpu1", check=False)
     assert attached == disk
-    assert [log.count(f"attached two/{role} generation 1") for role in ("target", "draft")] == [2, 2]
+    assert [log.count(f"attached two/{role} generation 1") for role in ("target", "draft")] == [
+        2,
+        2,
+    ]

@@ -1,4 +1,6 @@
-"""Real vLLM engines on the CPU and the product's unit under a real user manager: the main job, end to end."""
+"""Real vLLM engines on the CPU and the product's unit under a real user manager: the main job, end
+to end.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_tokens_are_those_of_a_load_from_disk_before_and_after_crash_and_restart
     disk = engines.tokens(model, dtype=dtype)
     assert len(disk) == 4
     assert all(len(tokens) == 32 for tokens in disk)
-    assert len({tuple(tokens) for tokens in disk}) == 4, "prompts that decode alike would hide wrong weights"
+    assert len({tuple(tokens) for tokens in disk}) == 4, (
+        "prompts that decode alike would hide wrong weights"
+    )
     tied = engines.ask(call="tied_objects")["result"]
     manager_before = memfds(service.manager.pid)
     no_fallback = {"fallback": False}
@@ -66,7 +70,9 @@ def test_tokens_are_those_of_a_load_from_disk_before_and_after_crash_and_restart
         assert [e["pid"] for e in cache["engines"]] == [engines.process.pid]
 
         service.kill("cpu0")
-        assert engines.ask(again=True)["tokens"] == disk, "the engine goes on while its daemon is gone"
+        assert engines.ask(again=True)["tokens"] == disk, (
+            "the engine goes on while its daemon is gone"
+        )
         rejoined(service, engines)
         assert engines.tokens(model, "ipc_cache", loader=no_fallback, dtype=dtype) == disk
         (cache,) = service.caches("cpu0")
@@ -100,7 +106,9 @@ def test_engine_on_a_fine_tune_of_the_cached_model_loads_its_own_weights(
         engines.log()
         assert engines.tokens(models["tuned"], "ipc_cache") == tuned
         (line,) = [line for line in engines.plugin_log() if line.startswith("loading from disk")]
-        assert line.startswith("loading from disk (auto): base/target is cached with another key: checkpoint is ")
+        assert line.startswith(
+            "loading from disk (auto): base/target is cached with another key: checkpoint is "
+        )
         refused = engines.ask(
             engine={
                 "model": str(models["tuned"]),
@@ -108,7 +116,10 @@ def test_engine_on_a_fine_tune_of_the_cached_model_loads_its_own_weights(
                 "model_loader_extra_config": {"fallback": False},
             }
         )
-        assert "CacheConfigMismatchError" in refused["error"] or "another key: checkpoint" in refused["error"]
+        assert (
+            "CacheConfigMismatchError" in refused["error"]
+            or "another key: checkpoint" in refused["error"]
+        )
 
 
 def test_another_dtype_is_named_and_loads_from_disk(
@@ -142,7 +153,12 @@ def test_copy_mode_owns_its_weights_and_reload_brings_the_cache_back(
 ) -> None:
     disk = engines.tokens(models["untied"])
     with serving(service, "cpu0", entry("m", models["untied"], "cpu0")):
-        assert engines.tokens(models["untied"], "ipc_cache", loader={"mode": "copy", "fallback": False}) == disk
+        assert (
+            engines.tokens(
+                models["untied"], "ipc_cache", loader={"mode": "copy", "fallback": False}
+            )
+            == disk
+        )
         assert engines.ask(call="mapped_bytes")["result"] == 0
         (cache,) = service.caches("cpu0")
         assert (cache["state"], cache["bytes"], cache["engines"]) == ("released", 0, [])
@@ -221,7 +237,9 @@ def test_truncated_checkpoint_is_refused_before_vllm_is_imported(
     assert took_s < 10
 
 
-def test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made(service: Service, models: dict[str, Path]) -> None:
+def test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made(
+    service: Service, models: dict[str, Path]
+) -> None:
     engine = {"tensor_parallel_size": 2, "enforce_eager": True, "max_model_len": 256}
     disk, _ = generate(service, models["untied"], "auto", engine)
     service.manifest(entry("m", models["untied"], "cpu0", "cpu1", tensor_parallel_size=2))
@@ -235,7 +253,9 @@ def test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made(service: Servi
     assert log.count("attached m/target generation 1") == 2
 
 
-def generate(service: Service, model: Path, load_format: str, engine: dict[str, Any]) -> tuple[Any, str]:
+def generate(
+    service: Service, model: Path, load_format: str, engine: dict[str, Any]
+) -> tuple[Any, str]:
     """One engine with its own processes, as `vllm serve` would have them: (tokens, log)."""
     command = [sys.executable, "bench/generate.py", str(model), "--load-format", load_format]
     done = subprocess.run(

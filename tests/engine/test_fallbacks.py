@@ -1,4 +1,6 @@
-"""Every reason against mapping, with real vLLM against a scripted daemon: its wording, its count, what happens then."""
+"""Every reason against mapping, with real vLLM against a scripted daemon: its wording, its count,
+what happens then.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,14 @@ class Plugin:
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
     base = tmp_path_factory.mktemp("fallbacks")
     config = llama_config(
-        hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocab=256, dtype="bfloat16", tied=False
+        hidden=64,
+        intermediate=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        vocab=256,
+        dtype="bfloat16",
+        tied=False,
     )
     write_checkpoint(base / "model", config)
     plugin = Plugin(base / "model", base / "log")
@@ -152,12 +161,16 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_reason_is_logged_once_and_counted_and_the_model_loads_from_disk(plugin: Plugin, name: str) -> None:
+def test_reason_is_logged_once_and_counted_and_the_model_loads_from_disk(
+    plugin: Plugin, name: str
+) -> None:
     code, _, text = REASONS[name]
     for load_format, extra in (("auto", {}), ("user_disk", {"a": 1})):
         answer = plugin.case(name, fallback_load_format=load_format, fallback_extra_config=extra)
         assert answer.get("loaded") == [load_format, extra], answer
-        assert [line for line in answer["log"] if line not in BESIDE] == [f"loading from disk ({load_format}): {text}"]
+        assert [line for line in answer["log"] if line not in BESIDE] == [
+            f"loading from disk ({load_format}): {text}"
+        ]
         assert answer["counted"] == {code: 1}
         assert answer["cpu_seconds"] < CPU_LIMIT_S
         assert answer["seconds"] < WALL_LIMIT_S
@@ -181,7 +194,9 @@ def test_every_reason_has_its_own_wording_and_its_line_in_the_documentation() ->
     assert len(set(texts)) == len(texts) - 1
     page = (ROOT / "docs/fallback.md").read_text(encoding="utf-8")
     for code, error, _ in REASONS.values():
-        assert any(f"| `{code}` |" in line and f"`{error}`" in line for line in page.splitlines()), (code, error)
+        assert any(
+            f"| `{code}` |" in line and f"`{error}`" in line for line in page.splitlines()
+        ), (code, error)
     assert "| `another-rank` |" in page
     assert "`no-room`" in page
 
@@ -206,13 +221,17 @@ def test_load_from_disk_that_has_no_room_beside_the_cache_is_refused_with_the_nu
 # ---- one decision for both questions
 
 
-def test_cache_that_becomes_ready_between_memory_query_and_load_changes_nothing(plugin: Plugin) -> None:
+def test_cache_that_becomes_ready_between_memory_query_and_load_changes_nothing(
+    plugin: Plugin,
+) -> None:
     answer = plugin.ask(story="ready_in_between")
     assert (answer["memory"], answer["mapped"]) == (0, False)
     assert answer["requests"].count("Attach") == 1
 
 
-def test_daemon_that_changes_its_mind_after_the_memory_query_changes_nothing(plugin: Plugin) -> None:
+def test_daemon_that_changes_its_mind_after_the_memory_query_changes_nothing(
+    plugin: Plugin,
+) -> None:
     answer = plugin.ask(story="gone_in_between")
     assert answer == {"memory": 4096, "mapped": True, "requests": ["Hello", "Attach"]}
 

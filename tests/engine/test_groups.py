@@ -1,4 +1,5 @@
-"""Ranks that load as a group hold what they hold when each loads alone: real gloo, then two nodes in two networks.
+"""Ranks that load as a group hold what they hold when each loads alone: real gloo, then two nodes
+in two networks.
 
 An engine over both nodes then decodes, from either kind of cache, as one rank that loads from disk.
 """
@@ -19,7 +20,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, ENVIRONMENT, ROOT, Engines, answers_of_ranks, checkpoint
+from tests.engine.conftest import (
+    ANSWER_TIMEOUT_S,
+    BIN,
+    ENVIRONMENT,
+    ROOT,
+    Engines,
+    answers_of_ranks,
+    checkpoint,
+)
 from tests.fakes.drafts import Maker, Shape, write_eagle, write_llama
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
@@ -32,7 +41,8 @@ NODES = ("wc-test-a", "wc-test-b")
 ENDS = ("wc-end-a", "wc-end-b")
 ENGINE_PORT = 29_620
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
-# In float32: ranks add what they computed apart, which in bfloat16 is rounded otherwise than one rank's.
+# In float32: ranks add what they computed apart, which in bfloat16 is rounded otherwise than one
+# rank's.
 ALONE = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32"}
 OVER_NODES = ALONE | {"tensor_parallel_size": RANKS, "nnodes": RANKS, "master_addr": ADDRESSES[0]}
 COMMON = {"tensor_parallel_size": 2, "max_model_len": 64, "enforce_eager": True}
@@ -48,18 +58,23 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict
         "model": str(target),
         "speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": 2},
     }
-    cases = json.dumps([{"name": role, "role": role, "engine": engine} for role in ("target", "draft")])
+    cases = json.dumps(
+        [{"name": role, "role": role, "engine": engine} for role in ("target", "draft")]
+    )
     return answers_of_ranks("group_ranks", str(PORT), cases, base, [{}] * RANKS)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_rank_in_a_group_equals_the_solo_rank(loaded: list[dict[str, list[dict[str, Any]]]], role: str) -> None:
+def test_rank_in_a_group_equals_the_solo_rank(
+    loaded: list[dict[str, list[dict[str, Any]]]], role: str
+) -> None:
     seen = []
     for rank in range(RANKS):
         grouped, solo = loaded[rank][role]
         # Of a draft without embeddings these are whatever the memory held.
         compared = [
-            {name: what for name, what in found.items() if "embed_tokens" not in name} for found in (grouped, solo)
+            {name: what for name, what in found.items() if "embed_tokens" not in name}
+            for found in (grouped, solo)
         ]
         assert len(compared[0]) > 5
         assert compared[0] == compared[1]
@@ -68,12 +83,18 @@ def test_rank_in_a_group_equals_the_solo_rank(loaded: list[dict[str, list[dict[s
 
 
 class Node:
-    """One of two nodes of a model: its own network, runtime directory (`home`), manifest and daemon of cpu0."""
+    """One of two nodes of a model: its own network, runtime directory (`home`), manifest and daemon
+    of cpu0.
+    """
 
     def __init__(self, rank: int, home: Path, engine: dict[str, Any], rendezvous: Any) -> None:
         self.socket = home / "weightcached/cpu0.sock"
         self.log = home / "log"
-        entry = {"name": "m", "devices": ["cpu0"], "engine": OVER_NODES | engine | {"node_rank": rank}}
+        entry = {
+            "name": "m",
+            "devices": ["cpu0"],
+            "engine": OVER_NODES | engine | {"node_rank": rank},
+        }
         manifest = {"version": 1, "models": [entry | {"rendezvous": rendezvous}]}
         (home / "manifest.yaml").write_text(json.dumps(manifest), encoding="utf-8")
         command = ["ip", "netns", "exec", NODES[rank], BIN / "weightcached", "serve", "cpu0"]
@@ -105,8 +126,14 @@ class Node:
     def digests(self) -> dict[str, str]:
         """By tensor."""
         directory = self.socket.parent
-        index = read_index(self.socket.stem, "m/target", for_what="compared", socket_dir=directory, timeout_s=10.0)
-        return {t.names[0]: index.storages[t.storage].digest.hex() for t in index.tensors if t.storage is not None}
+        index = read_index(
+            self.socket.stem, "m/target", for_what="compared", socket_dir=directory, timeout_s=10.0
+        )
+        return {
+            t.names[0]: index.storages[t.storage].digest.hex()
+            for t in index.tensors
+            if t.storage is not None
+        }
 
     def engines(self) -> list[str]:
         """The networks of the processes that map the cache now."""
@@ -138,7 +165,20 @@ def networks() -> Iterator[None]:
     try:
         for node in NODES:
             ip("netns", "add", node)
-        ip("link", "add", ENDS[0], "netns", NODES[0], "type", "veth", "peer", "name", ENDS[1], "netns", NODES[1])
+        ip(
+            "link",
+            "add",
+            ENDS[0],
+            "netns",
+            NODES[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            ENDS[1],
+            "netns",
+            NODES[1],
+        )
         for node, end, address in zip(NODES, ENDS, ADDRESSES, strict=True):
             ip("-n", node, "addr", "add", f"{address}/24", "dev", end)
             ip("-n", node, "link", "set", end, "up")
@@ -156,7 +196,9 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @contextlib.contextmanager
-def running(homes: Sequence[Path], model: Path, rendezvous: Any, **second: Any) -> Iterator[list[Node]]:
+def running(
+    homes: Sequence[Path], model: Path, rendezvous: Any, **second: Any
+) -> Iterator[list[Node]]:
     """Both nodes; `second` are more engine arguments of the second one."""
     engine = {"model": str(model)}
     nodes: list[Node] = []
@@ -174,7 +216,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hosts(networks: None, homes: list[Path]) -> Iterator[list[Engines]]:
-    """A process in each network that runs its node's part of engines, one after the other: imports are paid once."""
+    """A process in each network that runs its node's part of engines, one after the other: imports
+    are paid once.
+    """
     found: list[Engines] = []
     with contextlib.ExitStack() as stack:
         for rank, module in enumerate(("host", "headless")):
@@ -182,7 +226,15 @@ def hosts(networks: None, homes: list[Path]) -> Iterator[list[Engines]]:
                 "XDG_RUNTIME_DIR": str(homes[rank]), "VLLM_HOST_IP": ADDRESSES[rank], "GLOO_SOCKET_IFNAME": ENDS[rank],
                 "VLLM_CPU_OMP_THREADS_BIND": str(rank), "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
             }  # fmt: skip
-            command = ["ip", "netns", "exec", NODES[rank], sys.executable, "-m", f"tests.engine.{module}"]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                NODES[rank],
+                sys.executable,
+                "-m",
+                f"tests.engine.{module}",
+            ]
             found.append(Engines(os.environ | ENVIRONMENT | here, homes[rank] / "engines", command))
             stack.callback(found[-1].close)
             # With all that it started: a rank waits long for one that failed.
@@ -196,7 +248,9 @@ def killed_with_children(session: int) -> None:
 
 
 def tokens_of_two_nodes(hosts: list[Engines], model: Path, *, fallback: bool = False) -> Any:
-    """Start an engine whose tensor-parallel ranks are in both networks, and return what it decodes."""
+    """Start an engine whose tensor-parallel ranks are in both networks, and return what it
+    decodes.
+    """
     engine = OVER_NODES | {
         "model": str(model), "master_port": ENGINE_PORT, "distributed_executor_backend": "mp",
         "load_format": "ipc_cache", "model_loader_extra_config": {"fallback": fallback},
@@ -223,10 +277,14 @@ GROUP = {"group": f"{ADDRESSES[0]}:{PORT}", "timeout_s": 120}
 def test_engine_over_two_networks_decodes_as_one_rank_from_disk(
     hosts: list[Engines], homes: list[Path], model: Path
 ) -> None:
-    """From what was loaded solo, from what was loaded in a group, and where one node has no daemon."""
+    """From what was loaded solo, from what was loaded in a group, and where one node has no
+    daemon.
+    """
     held = {}
     disk = hosts[0].tokens(model, **ALONE)
-    assert len({tuple(tokens) for tokens in disk}) == len(disk), "prompts that decode alike would hide wrong weights"
+    assert len({tuple(tokens) for tokens in disk}) == len(disk), (
+        "prompts that decode alike would hide wrong weights"
+    )
     for name, rendezvous in (("solo", "solo"), ("group", GROUP)):
         with running(homes, model, rendezvous) as nodes:
             assert [node.outcome() for node in nodes] == ["ready", "ready"]
@@ -245,9 +303,14 @@ def test_engine_over_two_networks_decodes_as_one_rank_from_disk(
     assert held["solo"][0] != held["solo"][1], "ranks that hold the same would hide a wrong rank"
 
 
-def test_two_nodes_that_disagree_are_both_refused(networks: None, homes: list[Path], model: Path) -> None:
+def test_two_nodes_that_disagree_are_both_refused(
+    networks: None, homes: list[Path], model: Path
+) -> None:
     with running(homes, model, GROUP, dtype="bfloat16") as nodes:
         said = [node.outcome() for node in nodes]
     there, here = "rank 1 (on another node)", "rank 1 (cpu0)"
-    assert f"m/target: the nodes disagree: on {there} engine.dtype is bfloat16, on rank 0 (cpu0) float32" in said[0]
+    assert (
+        f"m/target: the nodes disagree: on {there} engine.dtype is bfloat16, on rank 0 (cpu0) float32"
+        in said[0]
+    )
     assert f"on {here} engine.dtype is bfloat16, on rank 0 (on another node) float32" in said[1]

@@ -1,4 +1,6 @@
-"""Keys of real vLLM configurations: whatever changes the bytes changes key or skeleton, what is harmless does not."""
+"""Keys of real vLLM configurations: whatever changes the bytes changes key or skeleton, what is
+harmless does not.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A dense model, the same with experts, and one that brings Python files."""
     base = tmp_path_factory.mktemp("checkpoints")
     config = llama_config(
-        hidden=64, intermediate=128, layers=4, heads=4, kv_heads=2, vocab=256, dtype="bfloat16", tied=False
+        hidden=64,
+        intermediate=128,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        vocab=256,
+        dtype="bfloat16",
+        tied=False,
     )
     write_checkpoint(base / "dense", config)
     write_checkpoint(base / "experts", with_experts(config, 4))
-    write_checkpoint(base / "code", config | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}})
+    write_checkpoint(
+        base / "code", config | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    )
     (base / "code/modeling_own.py").write_text("A = 1\n")
     return {path.name: path for path in base.iterdir()}
 
@@ -84,7 +95,11 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     for field, value in one["key"].items():
         there = other["key"][field]
         if isinstance(value, dict) and field != "checkpoint":
-            names |= {f"{field}.{name}" for name in value.keys() | there.keys() if value.get(name) != there.get(name)}
+            names |= {
+                f"{field}.{name}"
+                for name in value.keys() | there.keys()
+                if value.get(name) != there.get(name)
+            }
         elif value != there:
             names.add(field)
     return names | ({SKELETON} if one["skeleton"] != other["skeleton"] else set())
@@ -127,7 +142,9 @@ def test_change_that_can_alter_the_bytes_alters_the_key(
 ) -> None:
     engine, environment, fields = ALTERING[change]
     changed = keys.ask(
-        engine={"model": str(checkpoints["dense"])} | engine, environment=environment, bytes=not environment
+        engine={"model": str(checkpoints["dense"])} | engine,
+        environment=environment,
+        bytes=not environment,
     )
     assert differing(plain["dense"], changed) == fields
     assert changed["digest"] != plain["dense"]["digest"]
@@ -162,7 +179,9 @@ def test_harmless_change_alters_neither_the_key_nor_the_bytes(
 ) -> None:
     engine, environment = HARMLESS[change]
     for model in ("dense", "experts"):
-        changed = keys.ask(engine={"model": str(checkpoints[model])} | engine, environment=environment, bytes=True)
+        changed = keys.ask(
+            engine={"model": str(checkpoints[model])} | engine, environment=environment, bytes=True
+        )
         assert differing(plain[model], changed) == set()
         assert changed["digest"] == plain[model]["digest"]
         assert changed["bytes"] == plain[model]["bytes"]
@@ -176,7 +195,9 @@ def test_our_load_format_asks_for_what_a_load_from_disk_loads(
     assert ours["skeleton"] == plain["dense"]["skeleton"]
 
 
-def test_batches_are_as_large_by_default_as_those_of_vllm_serve(keys: Keys, checkpoints: dict[str, Path]) -> None:
+def test_batches_are_as_large_by_default_as_those_of_vllm_serve(
+    keys: Keys, checkpoints: dict[str, Path]
+) -> None:
     # With two ranks: with one, vLLM's defaults on the CPU are the same for whoever asks.
     sizes = keys.ask(batches={"model": str(checkpoints["dense"]), "tensor_parallel_size": 2})
     assert sizes["ours"] == sizes["served"]
@@ -186,16 +207,26 @@ def test_sizes_of_lora_adapters_are_harmless(keys: Keys, checkpoints: dict[str, 
     lora = {"model": str(checkpoints["dense"]), "enable_lora": True}
     one = keys.ask(engine=lora, bytes=True)
     other = keys.ask(engine=lora | {"max_loras": 3, "max_lora_rank": 64}, bytes=True)
-    assert (one["digest"], one["skeleton"], one["bytes"]) == (other["digest"], other["skeleton"], other["bytes"])
+    assert (one["digest"], one["skeleton"], one["bytes"]) == (
+        other["digest"],
+        other["skeleton"],
+        other["bytes"],
+    )
 
 
-def test_every_rank_of_a_layout_has_a_key_of_its_own(keys: Keys, checkpoints: dict[str, Path]) -> None:
+def test_every_rank_of_a_layout_has_a_key_of_its_own(
+    keys: Keys, checkpoints: dict[str, Path]
+) -> None:
     answers = [
         keys.ask(engine={"model": str(checkpoints["dense"])} | layout, rank=rank, bytes=True)
         for layout in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2})
         for rank in (0, 1)
     ]
-    assert len({answer["digest"] for answer in answers}) == len({answer["bytes"] for answer in answers}) == 4
+    assert (
+        len({answer["digest"] for answer in answers})
+        == len({answer["bytes"] for answer in answers})
+        == 4
+    )
     assert differing(answers[0], answers[1]) == {"tp_rank"}
     assert differing(answers[2], answers[3]) == {"pp_rank", SKELETON}
 
@@ -211,7 +242,12 @@ def test_placement_of_experts_counts_where_experts_are_spread(
     keys: Keys, checkpoints: dict[str, Path], plain: dict[str, dict[str, Any]]
 ) -> None:
     model = {"model": str(checkpoints["experts"])}
-    assert differing(plain["experts"], keys.ask(engine=model | {"expert_placement_strategy": "round_robin"})) == set()
+    assert (
+        differing(
+            plain["experts"], keys.ask(engine=model | {"expert_placement_strategy": "round_robin"})
+        )
+        == set()
+    )
     spread = model | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     together = keys.ask(engine=model | {"tensor_parallel_size": 2})
     linear = keys.ask(engine=spread)
@@ -243,14 +279,19 @@ def test_limit_of_a_modality_counts_only_as_zero_or_not(keys: Keys) -> None:
     def text(**options: Any) -> str:
         return str(keys.ask(multimodal=options)["text"])
 
-    assert text(limit_per_prompt={"image": 2}) == text(limit_per_prompt={"image": 3, "video": 1}) == text()
+    assert (
+        text(limit_per_prompt={"image": 2})
+        == text(limit_per_prompt={"image": 3, "video": 1})
+        == text()
+    )
     assert text(limit_per_prompt={"image": 0}) != text()
     assert text(language_model_only=True) != text()
     assert text(mm_encoder_tp_mode="data") != text()
     assert text(mm_processor_cache_gb=1.0) == text()
 
 
-# A new vLLM brings new variables: each is to be looked at before it is added here or to the harmless ones.
+# A new vLLM brings new variables: each is to be looked at before it is added here or to the
+# harmless ones.
 COUNTING = [
     "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_BATCH_INVARIANT", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
     "VLLM_CPU_INT4_W4A8", "VLLM_DCP_Q_REPLICATE", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_DISABLED_KERNELS",

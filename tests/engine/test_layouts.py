@@ -1,4 +1,6 @@
-"""Engines of several ranks, each in a process of its own: what they map decodes as one rank that loads from disk."""
+"""Engines of several ranks, each in a process of its own: what they map decodes as one rank that
+loads from disk.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from bench.checkpoints import llama_config, with_experts, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ROOT, Engines, Service
 from tests.engine.replicas import PROMPTS, TOKENS
 
-# Engine arguments by model. In float32, since the ranks of a mixture add what they computed apart: in bfloat16 that sum
-# is rounded otherwise than one rank's.
+# Engine arguments by model. In float32, since the ranks of a mixture add what they computed apart:
+# in bfloat16 that sum is rounded otherwise than one rank's.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dense": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
     "mixture": {"data_parallel_size": 2, "enable_expert_parallel": True, "dtype": "float32"},
@@ -29,7 +31,14 @@ ALL = DEVICES["dense"]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("layouts")
     config = llama_config(
-        hidden=256, intermediate=128, layers=4, heads=8, kv_heads=4, vocab=1024, dtype="bfloat16", tied=False
+        hidden=256,
+        intermediate=128,
+        layers=4,
+        heads=8,
+        kv_heads=4,
+        vocab=1024,
+        dtype="bfloat16",
+        tied=False,
     )
     write_checkpoint(base / "dense", config, seed=4)
     write_checkpoint(base / "mixture", with_experts(config, 8), seed=5)
@@ -41,7 +50,11 @@ def serving(service: Service, models: dict[str, Path]) -> Iterator[Service]:
     """Every rank loaded alone, by the daemon of its device."""
     service.manifest(
         *(
-            {"name": name, "devices": DEVICES[name], "engine": {"model": str(models[name]), **layout}}
+            {
+                "name": name,
+                "devices": DEVICES[name],
+                "engine": {"model": str(models[name]), **layout},
+            }
             for name, layout in LAYOUTS.items()
         )
     )
@@ -65,11 +78,16 @@ def attached(serving: Service, models: dict[str, Path]) -> tuple[dict[str, Any],
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.replicas"],
         input="".join(json.dumps(question) + "\n" for question in questions),
-        # One core for each rank, as far as there are any: left alone, vLLM wants a NUMA node for each.
+        # One core for each rank, as far as there are any: left alone, vLLM wants a NUMA node for
+        # each.
         env=serving.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1|0|1"},
         cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * ANSWER_TIMEOUT_S,
     )  # fmt: skip
-    answers = [line.removeprefix("ANSWER ") for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    answers = [
+        line.removeprefix("ANSWER ")
+        for line in done.stdout.splitlines()
+        if line.startswith("ANSWER ")
+    ]
     assert len(answers) == len(LAYOUTS), done.stderr[-5000:]
     return dict(zip(LAYOUTS, map(json.loads, answers), strict=True)), done.stderr
 
@@ -84,7 +102,9 @@ def test_every_replica_decodes_as_one_rank_from_disk(
         engine={"model": str(models[name]), "dtype": dtype}, prompts=PROMPTS, tokens=TOKENS, alone=True
     )["tokens"]  # fmt: skip
     engines.ask(close=True)
-    assert len({tuple(tokens) for tokens in disk}) == PROMPTS, "prompts that decode alike would hide wrong weights"
+    assert len({tuple(tokens) for tokens in disk}) == PROMPTS, (
+        "prompts that decode alike would hide wrong weights"
+    )
     answers, log = attached
     assert answers[name].get("tokens") == [disk, disk], answers[name].get("error") or log[-5000:]
     assert log.count(f"attached {name}/target generation 1") == len(DEVICES[name])

@@ -27,10 +27,22 @@ def status(socket: Path) -> StatusReply | None:
 
 
 def test_arguments_are_read_as_vllm_reads_them(service: Service) -> None:
-    words = ["--model", "/m", "-tp", "2", "--pipeline_parallel_size=3", "--no-enable-prefix-caching"]
+    words = [
+        "--model",
+        "/m",
+        "-tp",
+        "2",
+        "--pipeline_parallel_size=3",
+        "--no-enable-prefix-caching",
+    ]
     words += ["--trust-remote-code", "--max-model-len", "1k", "--enable-expert-parallel"]
     words += ["--kernel-config.enable_flashinfer_autotune=false"]
-    words += ["--compilation-config", '{"mode": 3}', "--speculative-config", '{"method": "eagle", "model": "/d"}']
+    words += [
+        "--compilation-config",
+        '{"mode": 3}',
+        "--speculative-config",
+        '{"method": "eagle", "model": "/d"}',
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "weightcached.vllm_compat.arguments", *words],
         env=service.env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=ANSWER_TIMEOUT_S,
@@ -50,7 +62,14 @@ def test_arguments_are_read_as_vllm_reads_them(service: Service) -> None:
 
 
 def test_mistake_is_told_in_vllms_words_with_status_2(service: Service, tmp_path: Path) -> None:
-    command = [str(BIN / "weightcached"), "preload", "--model", "/m", "--tensor-parallel-size", "two"]
+    command = [
+        str(BIN / "weightcached"),
+        "preload",
+        "--model",
+        "/m",
+        "--tensor-parallel-size",
+        "two",
+    ]
     done = subprocess.run(
         [*command, "--weight-cache-socket-dir", str(tmp_path)],
         env=service.env, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT_S,
@@ -68,13 +87,27 @@ def test_engine_maps_what_was_preloaded_before_and_after_a_daemons_death(
     disk = engines.tokens(model)
     # Short enough for a socket.
     directory = service.manager.runtime_dir / "preload"
-    command = [str(BIN / "weightcached"), "preload", "--model", str(model), "--max-model-len", "256", "--enforce-eager"]
+    command = [
+        str(BIN / "weightcached"),
+        "preload",
+        "--model",
+        str(model),
+        "--max-model-len",
+        "256",
+        "--enforce-eager",
+    ]
     with subprocess.Popen(
-        [*command, "--weight-cache-socket-dir", str(directory)], env=service.env, stdout=subprocess.PIPE, text=True
+        [*command, "--weight-cache-socket-dir", str(directory)],
+        env=service.env,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as preload:
         try:
             assert preload.stdout
-            assert preload.stdout.readline() == f"READY untied: 1 rank on cpu0, sockets in {directory}\n"
+            assert (
+                preload.stdout.readline()
+                == f"READY untied: 1 rank on cpu0, sockets in {directory}\n"
+            )
             loader = {"fallback": False, "socket_dir": str(directory)}
             assert engines.tokens(model, "ipc_cache", loader=loader) == disk
             before = status(directory / "cpu0.sock")
@@ -84,7 +117,9 @@ def test_engine_maps_what_was_preloaded_before_and_after_a_daemons_death(
             while (after := status(directory / "cpu0.sock")) is None or after.pid == before.pid:
                 assert time.monotonic() < deadline_s, "the daemon was not started again"
                 time.sleep(0.05)
-            assert [(c.source, c.generation, c.state) for c in after.caches] == [("adopted", 1, "ready")]
+            assert [(c.source, c.generation, c.state) for c in after.caches] == [
+                ("adopted", 1, "ready")
+            ]
             assert engines.tokens(model, "ipc_cache", loader=loader) == disk
             engines.ask(close=True)
         finally:

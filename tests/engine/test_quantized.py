@@ -1,4 +1,6 @@
-"""Quantizations and architectures that the CPU engine runs: what is attached decodes as what is loaded from disk."""
+"""Quantizations and architectures that the CPU engine runs: what is attached decodes as what is
+loaded from disk.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from bench.checkpoint_models import CONFIGS
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.engine.conftest import Engines, Service
 
-# int8: one scale per channel, activations quantized on the way; the others: 4-bit weights in groups.
+# int8: one scale per channel, activations quantized on the way; the others: 4-bit weights in
+# groups.
 METHODS = ("int8", "awq", "gptq", "w4a16")
 # Experts, and multi-head latent attention with experts beside dense layers.
 ARCHITECTURES = ("qwen3-moe", "deepseek")
@@ -24,7 +27,14 @@ DEVICE = "cpu0"
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("quantized")
     config = llama_config(
-        hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, vocab=1024, dtype="bfloat16", tied=False
+        hidden=256,
+        intermediate=512,
+        layers=4,
+        heads=8,
+        kv_heads=4,
+        vocab=1024,
+        dtype="bfloat16",
+        tied=False,
     )
     for method in METHODS:
         write_checkpoint(base / method, config, shards=2, seed=3, quantization=method)
@@ -35,7 +45,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def serve(service: Service, checkpoints: dict[str, Path]) -> Iterator[Callable[[str], None]]:
-    """Have a group's models served beside those before, all on one device: the key picks the cache."""
+    """Have a group's models served beside those before, all on one device: the key picks the
+    cache.
+    """
     served: list[str] = []
 
     def serve(group: str) -> None:
@@ -44,7 +56,10 @@ def serve(service: Service, checkpoints: dict[str, Path]) -> Iterator[Callable[[
         served.append(group)
         names = [name for group in served for name in GROUPS[group]]
         service.manifest(
-            *({"name": name, "devices": [DEVICE], "engine": {"model": str(checkpoints[name])}} for name in names)
+            *(
+                {"name": name, "devices": [DEVICE], "engine": {"model": str(checkpoints[name])}}
+                for name in names
+            )
         )
         service.ctl("start" if len(served) == 1 else "reload", DEVICE)
 
@@ -52,14 +67,18 @@ def serve(service: Service, checkpoints: dict[str, Path]) -> Iterator[Callable[[
     service.ctl("stop", DEVICE)
 
 
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in GROUPS.items() for name in names])
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group, names in GROUPS.items() for name in names]
+)
 def test_attached_model_decodes_as_from_disk(
     serve: Callable[[str], None], service: Service, engines: Engines, checkpoints: dict[str, Path], group: str,
     name: str,
 ) -> None:  # fmt: skip
     serve(group)
     disk = engines.tokens(checkpoints[name])
-    assert len({tuple(tokens) for tokens in disk}) == len(disk), "prompts that decode alike would hide wrong weights"
+    assert len({tuple(tokens) for tokens in disk}) == len(disk), (
+        "prompts that decode alike would hide wrong weights"
+    )
     engines.log()
     assert engines.tokens(checkpoints[name], "ipc_cache", loader={"fallback": False}) == disk
     assert any(f"attached {name}/target generation 1" in line for line in engines.plugin_log())

@@ -67,7 +67,9 @@ class Ranks:
     def _answer(self, rank: int) -> dict[str, Any]:
         stdout = self.processes[rank].stdout
         assert stdout is not None
-        assert select.select([stdout], [], [], ANSWER_TIMEOUT_S)[0], f"rank {rank} waits for the other one"
+        assert select.select([stdout], [], [], ANSWER_TIMEOUT_S)[0], (
+            f"rank {rank} waits for the other one"
+        )
         line = stdout.readline()
         assert line.startswith("ANSWER "), self._logs[rank].read_text(encoding="utf-8")[-3000:]
         answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
@@ -82,7 +84,14 @@ class Ranks:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     base = tmp_path_factory.mktemp("ranks")
     config = llama_config(
-        hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocab=256, dtype="bfloat16", tied=False
+        hidden=64,
+        intermediate=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        vocab=256,
+        dtype="bfloat16",
+        tied=False,
     )
     write_checkpoint(base / "model", config)
     ranks = Ranks(base / "model", base)
@@ -98,17 +107,23 @@ def test_both_ranks_map_when_both_can(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_both_ranks_load_from_disk_when_one_cannot_map(ranks: Ranks, fault: str, failing: int) -> None:
+def test_both_ranks_load_from_disk_when_one_cannot_map(
+    ranks: Ranks, fault: str, failing: int
+) -> None:
     answers = ranks.ask(*[fault if rank == failing else "ready" for rank in (0, 1)])
     assert [answer.get("loaded") for answer in answers] == [["user_disk", {}]] * 2, answers
     assert [answer["memory"] for answer in answers] == [4096 if fault in WHILE_BINDING else 0] * 2
     assert answers[failing]["counted"] == {FAULTS[fault]: 1}
     assert answers[1 - failing]["counted"] == {"another-rank": 1}
     verb = "failed to attach" if fault in WHILE_BINDING else "cannot attach"
-    assert answers[1 - failing]["log"] == [f"loading from disk (user_disk): another rank of this engine {verb}"]
+    assert answers[1 - failing]["log"] == [
+        f"loading from disk (user_disk): another rank of this engine {verb}"
+    ]
 
 
-@pytest.mark.parametrize("fault", ["absent-daemon", "unforeseen-while-asking", "unsupported-quantization"])
+@pytest.mark.parametrize(
+    "fault", ["absent-daemon", "unforeseen-while-asking", "unsupported-quantization"]
+)
 def test_both_ranks_raise_when_one_cannot_map_and_fallback_is_off(ranks: Ranks, fault: str) -> None:
     here, there = ranks.ask("ready", fault, fallback=False)
     assert here["error"][0] == "WeightCacheUnavailableError"
@@ -118,7 +133,9 @@ def test_both_ranks_raise_when_one_cannot_map_and_fallback_is_off(ranks: Ranks, 
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_both_ranks_end_when_one_has_no_room_for_a_load_from_disk(ranks: Ranks, failing: int) -> None:
+def test_both_ranks_end_when_one_has_no_room_for_a_load_from_disk(
+    ranks: Ranks, failing: int
+) -> None:
     answers = ranks.ask(*["no-room" if rank == failing else "ready" for rank in (0, 1)])
     assert [answer["error"][0] for answer in answers] == ["OutOfDeviceMemoryError"] * 2
     assert answers[1 - failing]["error"][1] == (

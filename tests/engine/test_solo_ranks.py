@@ -39,20 +39,27 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
     """By rank, by layout: digests in the group, and alone."""
     base = tmp_path_factory.mktemp("ranks")
-    models = {"dense": model(base / "dense"), "moe": model(base / "moe", experts=EXPERTS), "mla": base / "mla"}
+    models = {
+        "dense": model(base / "dense"),
+        "moe": model(base / "moe", experts=EXPERTS),
+        "mla": base / "mla",
+    }
     write_checkpoint(models["mla"], deepseek_config() | SMALL_MLA, seed=6)
     common = {"max_model_len": 64, "enforce_eager": True}
     cases = [
         {"name": name, "world": world, "engine": {"model": str(models[which]), **common, **sizes}}
         for name, (which, world, sizes) in LAYOUTS.items()
     ]
-    # Another instance each: vLLM would use shared memory among ranks of one, which needs an engine around it.
+    # Another instance each: vLLM would use shared memory among ranks of one, which needs an engine
+    # around it.
     environments = [{"VLLM_DIST_IDENT": f"r{rank}"} for rank in range(RANKS)]
     return answers_of_ranks("rank_tensors", str(base), json.dumps(cases), base, environments)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_solo_rank_equals_the_rank_in_a_group(loaded: list[dict[str, list[dict[str, Any]]]], layout: str) -> None:
+def test_solo_rank_equals_the_rank_in_a_group(
+    loaded: list[dict[str, list[dict[str, Any]]]], layout: str
+) -> None:
     world = LAYOUTS[layout][1]
     seen = []
     for rank in range(world):
@@ -60,6 +67,8 @@ def test_solo_rank_equals_the_rank_in_a_group(loaded: list[dict[str, list[dict[s
         assert len(grouped) > 5
         assert solo == grouped
         if layout.startswith("mla"):
-            assert any(name.endswith("self_attn.fused_qkv_a_proj.weight") for name in solo), "latent attention it is"
+            assert any(name.endswith("self_attn.fused_qkv_a_proj.weight") for name in solo), (
+                "latent attention it is"
+            )
         seen.append(json.dumps(solo, sort_keys=True))
     assert len(set(seen)) == world, "ranks that hold the same would hide a wrong rank"

@@ -1,4 +1,6 @@
-"""FlashInfer's autotuning in the loader: vLLM's own function and CPU runner on the mapped generation, a fake tuner."""
+"""FlashInfer's autotuning in the loader: vLLM's own function and CPU runner on the mapped
+generation, a fake tuner.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class Tuned(DaemonProcess):
     @property
     def files(self) -> dict[Path, Any]:
         """What was written, by place."""
-        return {path: json.loads(path.read_text()) for path in (self.directory / "tuned").rglob("*.json")}
+        return {
+            path: json.loads(path.read_text())
+            for path in (self.directory / "tuned").rglob("*.json")
+        }
 
     @property
     def expected(self) -> dict[str, Path]:
@@ -89,4 +94,6 @@ def test_tuning_that_fails_is_told_and_fails_no_load(tuned: Tuned) -> None:
     ]
     (said,) = [line for line in tuned.log.splitlines() if "was not tuned" in line]
     assert "cache=fails/target" in said
-    assert said.endswith("FlashInfer was not tuned, the first engine does it: RuntimeError: no tactic works")
+    assert said.endswith(
+        "FlashInfer was not tuned, the first engine does it: RuntimeError: no tactic works"
+    )

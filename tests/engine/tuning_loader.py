@@ -1,7 +1,9 @@
-"""The loader child on a machine that passes for one with FlashInfer: vLLM's own tuning, its CPU runner, a fake tuner.
+"""The loader child on a machine that passes for one with FlashInfer: vLLM's own tuning, its CPU
+runner, a fake tuner.
 
-Before it loads, it writes down where an engine with the job's arguments will look for what was tuned: to the file in
-TUNING_EXPECTED, a line for each model. TUNING_FAILS in a model's path makes its tuning fail.
+Before it loads, it writes down where an engine with the job's arguments will look for what was
+tuned: to the file in TUNING_EXPECTED, a line for each model. TUNING_FAILS in a model's path makes
+its tuning fail.
 """
 
 from __future__ import annotations
@@ -50,10 +52,14 @@ def mapped_bytes() -> int:
 
 
 def where_an_engine_looks(engine: dict[str, Any]) -> Path:
-    from vllm.model_executor.warmup.flashinfer_autotune_cache import resolve_flashinfer_autotune_file
+    from vllm.model_executor.warmup.flashinfer_autotune_cache import (
+        resolve_flashinfer_autotune_file,
+    )
 
     arguments = {"skip_tokenizer_init": True, "load_format": "ipc_cache", **engine}
-    config = EngineArgs(**{k: v for k, v in arguments.items() if k in known()}).create_engine_config()
+    config = EngineArgs(
+        **{k: v for k, v in arguments.items() if k in known()}
+    ).create_engine_config()
     current_platform.update_block_size_for_backend(config)
     file: Path = resolve_flashinfer_autotune_file(SimpleNamespace(vllm_config=config))
     return file.parent

@@ -1,4 +1,6 @@
-"""Small real checkpoints on disk, and the identity and key that a loader makes of one. Torch-free."""
+"""Small real checkpoints on disk, and the identity and key that a loader makes of one.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -57,4 +59,6 @@ def key_of(engine: dict[str, Any], *, role: str = "target", rank: int = 0) -> We
 
 def with_checkpoint(key: WeightCacheKey, **changes: str) -> WeightCacheKey:
     """The key with digests of its checkpoint set or removed."""
-    return msgspec.structs.replace(key, checkpoint=msgspec.structs.replace(key.checkpoint, **changes))
+    return msgspec.structs.replace(
+        key, checkpoint=msgspec.structs.replace(key.checkpoint, **changes)
+    )

@@ -1,4 +1,6 @@
-"""A peer of the daemon in a few blocking lines, without manners: it can also be silent, wrong or hostile."""
+"""A peer of the daemon in a few blocking lines, without manners: it can also be silent, wrong or
+hostile.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,11 @@ class Handout:
 class Client:
     def __init__(self, path: Path, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Blocking, as the real one: with a timeout of Python's, connect() to a full backlog fails at once.
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s), 0))
+        # Blocking, as the real one: with a timeout of Python's, connect() to a full backlog fails
+        # at once.
+        self.sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s), 0)
+        )
         try:
             self.sock.connect(str(path))
         except BaseException:

@@ -1,4 +1,6 @@
-"""Programs on PATH that log how they were called and answer as the test says, e.g. instead of systemctl."""
+"""Programs on PATH that log how they were called and answer as the test says, e.g. instead of
+systemctl.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,18 @@ from pathlib import Path
 
 
 class Commands:
-    """A directory to put in front of PATH. What is not answered ends with status 1 and says nothing."""
+    """A directory to put in front of PATH. What is not answered ends with status 1 and says
+    nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         (folder / "log").touch()
 
-    def answer(self, name: str, arguments: str, *outputs: str, status: int = 0, stderr: str = "") -> None:
+    def answer(
+        self, name: str, arguments: str, *outputs: str, status: int = 0, stderr: str = ""
+    ) -> None:
         """Answer `name arguments` with the outputs one after the other, the last one for good.
 
         `arguments` may be a shell pattern.

@@ -1,9 +1,11 @@
-"""A CUDA driver without a GPU: the functions of cuda.bindings.driver that weightcached calls, with their state.
+"""A CUDA driver without a GPU: the functions of cuda.bindings.driver that weightcached calls, with
+their state.
 
-Physical memory is a memfd, so an exported descriptor is real: it travels over sockets, pins the memory in any
-process, and another FakeDriver imports it. What the real driver answers with an error, or leaves undefined, is
-answered with an error here: wrong orders, double releases, ranges that do not fit, calls without a context. Values
-come back as cuda.bindings gives them: a tuple of CUresult and objects that int() turns into numbers.
+Physical memory is a memfd, so an exported descriptor is real: it travels over sockets, pins the
+memory in any process, and another FakeDriver imports it. What the real driver answers with an
+error, or leaves undefined, is answered with an error here: wrong orders, double releases, ranges
+that do not fit, calls without a context. Values come back as cuda.bindings gives them: a tuple of
+CUresult and objects that int() turns into numbers.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ class CUmemLocation:
 class CUmemAllocationProp:
     type: CUmemAllocationType = CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_INVALID
     location: CUmemLocation = field(default_factory=CUmemLocation)
-    requestedHandleTypes: CUmemAllocationHandleType = CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+    requestedHandleTypes: CUmemAllocationHandleType = (
+        CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+    )
 
 
 @dataclass
@@ -136,7 +140,8 @@ class FakeGpu:
 
 
 class Live(NamedTuple):
-    """What exists now. descriptors are this process's open exported ones; contexts are retained references.
+    """What exists now. descriptors are this process's open exported ones; contexts are retained
+    references.
 
     blocks are what torch's allocator holds.
     """
@@ -181,8 +186,12 @@ class _Mapping:
         return self.address + self.nbytes
 
 
-def _call(*, initialised: bool = True, context: bool = False, values: int = 1) -> Callable[..., Any]:
-    """Make a method a driver function: counted, with injected faults, errors as results, values in a tuple."""
+def _call(
+    *, initialised: bool = True, context: bool = False, values: int = 1
+) -> Callable[..., Any]:
+    """Make a method a driver function: counted, with injected faults, errors as results, values in
+    a tuple.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         @wraps(function)
@@ -207,7 +216,8 @@ def _require(condition: bool, result: CUresult = CUresult.CUDA_ERROR_INVALID_VAL
 class FakeDriver:
     """One process's view of the driver. Pass it where cuda.bindings.driver is expected.
 
-    Several in one process are as several processes on one machine: they share the GPU's memory, nothing else.
+    Several in one process are as several processes on one machine: they share the GPU's memory,
+    nothing else.
     """
 
     instances: ClassVar[weakref.WeakSet[FakeDriver]] = weakref.WeakSet()
@@ -237,7 +247,9 @@ class FakeDriver:
 
     # ---- what tests ask and do
 
-    def fail(self, name: str, *, nth: int = 1, result: CUresult = CUresult.CUDA_ERROR_INVALID_VALUE) -> None:
+    def fail(
+        self, name: str, *, nth: int = 1, result: CUresult = CUresult.CUDA_ERROR_INVALID_VALUE
+    ) -> None:
         """Let the nth call of `name` from now on have this result and no effect."""
         self._faults[name, self.calls.count(name) + nth] = result
 
@@ -261,7 +273,9 @@ class FakeDriver:
 
     def read(self, address: int, nbytes: int) -> bytes:
         """What a kernel reads. Raises IllegalAddress."""
-        return b"".join(os.pread(fd, n, offset) for fd, offset, n in self._touched(address, nbytes, 1))
+        return b"".join(
+            os.pread(fd, n, offset) for fd, offset, n in self._touched(address, nbytes, 1)
+        )
 
     def write(self, address: int, data: bytes) -> None:
         """Let a kernel write. Raises IllegalAddress."""
@@ -285,7 +299,9 @@ class FakeDriver:
             os.close(block.fd)
 
     def die(self) -> None:
-        """End like a killed process: everything but exported descriptors is gone, calls are too late."""
+        """End like a killed process: everything but exported descriptors is gone, calls are too
+        late.
+        """
         self._dead = True
         for fd in self._internal_fds():
             os.close(fd)
@@ -370,7 +386,9 @@ class FakeDriver:
         self, properties: CUmemAllocationProp, option: CUmemAllocationGranularity_flags
     ) -> int:
         self._check_properties(properties)
-        recommended = option is CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        recommended = (
+            option is CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        )
         return self.granularity * (16 if recommended else 1)
 
     @_call(context=True)
@@ -384,9 +402,14 @@ class FakeDriver:
         return self._new_handle(fd, exportable=properties.requestedHandleTypes == posix_fd)
 
     @_call(context=True)
-    def cuMemExportToShareableHandle(self, handle: Any, kind: CUmemAllocationHandleType, flags: int) -> int:
+    def cuMemExportToShareableHandle(
+        self, handle: Any, kind: CUmemAllocationHandleType, flags: int
+    ) -> int:
         live = self._handle(handle)
-        _require(flags == 0 and kind is CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        _require(
+            flags == 0
+            and kind is CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
         _require(live.exportable)
         # Inheritable, as nothing promises otherwise.
         fd = os.dup(live.fd)
@@ -428,26 +451,41 @@ class FakeDriver:
         _require(flags == 0 and nbytes > 0)
         _require(not any(number % self.granularity for number in (start, nbytes, offset)))
         _require(offset + nbytes <= live.nbytes)
-        _require(any(base <= start and start + nbytes <= base + size for base, size in self._reservations.items()))
+        _require(
+            any(
+                base <= start and start + nbytes <= base + size
+                for base, size in self._reservations.items()
+            )
+        )
         _require(not self._overlapping(start, nbytes))
-        self._mappings[start] = _Mapping(start, nbytes, fcntl.fcntl(live.fd, fcntl.F_DUPFD_CLOEXEC, 3), offset)
+        self._mappings[start] = _Mapping(
+            start, nbytes, fcntl.fcntl(live.fd, fcntl.F_DUPFD_CLOEXEC, 3), offset
+        )
 
     @_call(context=True, values=0)
     def cuMemUnmap(self, address: Any, nbytes: int) -> None:
         mapping = self._mappings.get(int(address))
         _require(mapping is not None and mapping.nbytes == nbytes)
         assert mapping is not None
-        in_use = any(start < mapping.end and mapping.address < start + n for start, n in self._running)
+        in_use = any(
+            start < mapping.end and mapping.address < start + n for start, n in self._running
+        )
         # The real one takes the memory from under the kernel, which then faults.
         _require(not in_use, CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
         os.close(mapping.fd)
         del self._mappings[mapping.address]
 
     @_call(context=True, values=0)
-    def cuMemSetAccess(self, address: Any, nbytes: int, descriptors: list[CUmemAccessDesc], count: int) -> None:
+    def cuMemSetAccess(
+        self, address: Any, nbytes: int, descriptors: list[CUmemAccessDesc], count: int
+    ) -> None:
         inside = self._overlapping(int(address), nbytes)
         _require(0 < count == len(descriptors))
-        _require(bool(inside) and inside[0].address == int(address) and sum(m.nbytes for m in inside) == nbytes)
+        _require(
+            bool(inside)
+            and inside[0].address == int(address)
+            and sum(m.nbytes for m in inside) == nbytes
+        )
         for descriptor in descriptors:
             self._gpu(descriptor.location.id)
             _require(descriptor.location.type is CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
@@ -460,7 +498,8 @@ class FakeDriver:
         try:
             data = self.read(int(source), nbytes)
         except IllegalAddress as e:
-            # The copy engine is told the range before it starts: no kernel faults, the context stays whole.
+            # The copy engine is told the range before it starts: no kernel faults, the context
+            # stays whole.
             raise _Error(CUresult.CUDA_ERROR_INVALID_VALUE) from e
         ctypes.memmove(target, data, nbytes)
 
@@ -478,7 +517,9 @@ class FakeDriver:
             raise _Error(fault)
         _require(not self._dead, CUresult.CUDA_ERROR_DEINITIALIZED)
         _require(self._initialised or not initialised, CUresult.CUDA_ERROR_NOT_INITIALIZED)
-        _require(not context or self._alive(self.current_context()), CUresult.CUDA_ERROR_INVALID_CONTEXT)
+        _require(
+            not context or self._alive(self.current_context()), CUresult.CUDA_ERROR_INVALID_CONTEXT
+        )
 
     def _stack(self) -> list[int]:
         if not hasattr(self._thread, "contexts"):
@@ -511,7 +552,9 @@ class FakeDriver:
         return self._gpu(properties.location.id)
 
     def _overlapping(self, address: int, nbytes: int) -> list[_Mapping]:
-        found = [m for m in self._mappings.values() if m.address < address + nbytes and address < m.end]
+        found = [
+            m for m in self._mappings.values() if m.address < address + nbytes and address < m.end
+        ]
         return sorted(found, key=lambda mapping: mapping.address)
 
     def _touched(self, address: int, nbytes: int, access: int) -> Iterator[tuple[int, int, int]]:
@@ -536,7 +579,9 @@ class FakeDriver:
         return set().union(*(driver._internal_fds() for driver in self.instances))
 
     def _used_bytes(self) -> int:
-        """Bytes of all allocations that a handle, mapping or descriptor keeps alive, each counted once."""
+        """Bytes of all allocations that a handle, mapping or descriptor keeps alive, each counted
+        once.
+        """
         stats = [os.fstat(fd) for fd in _allocation_fds()]
         return sum({stat.st_ino: stat.st_size for stat in stats}.values())
 
@@ -553,7 +598,9 @@ class DeviceArrayLike(Protocol):
 
 
 class TorchMemory:
-    """Memory of torch's allocator, given back when nothing refers to it any more. Its own DeviceArrayLike."""
+    """Memory of torch's allocator, given back when nothing refers to it any more. Its own
+    DeviceArrayLike.
+    """
 
     def __init__(self, driver: FakeDriver, nbytes: int, ordinal: int) -> None:
         self._driver = driver
@@ -570,7 +617,9 @@ class TorchMemory:
 
 
 class FakeTensor:
-    """Stands for a torch tensor over device memory: refers to what it was made from, as do its views."""
+    """Stands for a torch tensor over device memory: refers to what it was made from, as do its
+    views.
+    """
 
     def __init__(self, driver: FakeDriver, array: DeviceArrayLike) -> None:
         self._driver = driver
@@ -579,7 +628,9 @@ class FakeTensor:
         self.nbytes = array.nbytes
 
     def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
-        return self._driver.read(self.address + offset, self.nbytes - offset if nbytes is None else nbytes)
+        return self._driver.read(
+            self.address + offset, self.nbytes - offset if nbytes is None else nbytes
+        )
 
     def write(self, data: bytes, offset: int = 0) -> None:
         self._driver.write(self.address + offset, data)
@@ -604,7 +655,8 @@ class FakeTensor:
 
 @contextlib.contextmanager
 def no_leaks(driver: FakeDriver) -> Iterator[None]:
-    """Require that the block leaves as many live objects of each kind as it found. Raises AssertionError.
+    """Require that the block leaves as many live objects of each kind as it found. Raises
+    AssertionError.
 
     After an error inside, the error is raised, with the leak as a note.
     """
@@ -621,7 +673,10 @@ def no_leaks(driver: FakeDriver) -> Iterator[None]:
 
 def _leaked(before: Live, driver: FakeDriver) -> str:
     gc.collect()
-    changes = [(kind, now - was) for kind, was, now in zip(Live._fields, before, driver.live(), strict=True)]
+    changes = [
+        (kind, now - was)
+        for kind, was, now in zip(Live._fields, before, driver.live(), strict=True)
+    ]
     return ", ".join(f"{kind}: {change:+d}" for kind, change in changes if change)
 
 
@@ -630,7 +685,11 @@ def _context_of(device: int) -> int:
 
 
 def _allocation_fds() -> set[int]:
-    return {fd for fd in (int(entry.name) for entry in Path("/proc/self/fd").iterdir()) if _gpu_uuid_of(fd)}
+    return {
+        fd
+        for fd in (int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+        if _gpu_uuid_of(fd)
+    }
 
 
 def _gpu_uuid_of(fd: int) -> str | None:
@@ -640,4 +699,8 @@ def _gpu_uuid_of(fd: int) -> str | None:
     except OSError:
         return None
     prefix = f"/memfd:{_MEMFD_NAME}"
-    return target.removeprefix(prefix).removesuffix(" (deleted)") if target.startswith(prefix) else None
+    return (
+        target.removeprefix(prefix).removesuffix(" (deleted)")
+        if target.startswith(prefix)
+        else None
+    )

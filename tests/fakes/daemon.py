@@ -1,4 +1,6 @@
-"""A daemon of cpuN as a real process with its own runtime directory, manifest, and a manager's socket to report to."""
+"""A daemon of cpuN as a real process with its own runtime directory, manifest, and a manager's
+socket to report to.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ BOUND_S = 30.0
 
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment, with the tree on the path and nothing of a service manager."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))}
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))
+    }
     return {**env, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **extra}
 
 
@@ -53,7 +57,9 @@ def until(condition: Callable[[], bool], what: str, *, bound_s: float = BOUND_S)
 
 
 class ManagerSocket:
-    """The receiving end of NOTIFY_SOCKET, served by a thread: keeps stored descriptors by name, answers barriers."""
+    """The receiving end of NOTIFY_SOCKET, served by a thread: keeps stored descriptors by name,
+    answers barriers.
+    """
 
     def __init__(self, path: str, stored: dict[str, int] | None = None) -> None:
         self.address = path
@@ -76,14 +82,19 @@ class ManagerSocket:
                 try:
                     self._take(data.decode(), fds)
                 except ValueError as e:
-                    # Said at the end. Were nobody left to read, the daemon and close() would wait for ever.
+                    # Said at the end. Were nobody left to read, the daemon and close() would wait
+                    # for ever.
                     self._faults.append(f"{data!r} with {len(fds)} descriptors: {e}")
                 self._news.notify_all()
 
     def _take(self, state: str, fds: list[int]) -> None:
         fields = dict(line.split("=", 1) for line in state.splitlines())
         self.states.append(state)
-        if "FDSTORE" in fields and fields.get("FDPOLL") == "0" and fields["FDNAME"] not in self.stored:
+        if (
+            "FDSTORE" in fields
+            and fields.get("FDPOLL") == "0"
+            and fields["FDNAME"] not in self.stored
+        ):
             (self.stored[fields["FDNAME"]],) = fds
             return
         if "FDSTOREREMOVE" in fields:
@@ -94,7 +105,9 @@ class ManagerSocket:
             os.close(fd)
 
     def wait_for(self, word: str, ended: Callable[[], bool]) -> str | None:
-        """The next state with `word` in it, of those not waited for yet; None if the sender has `ended` without it."""
+        """The next state with `word` in it, of those not waited for yet; None if the sender has
+        `ended` without it.
+        """
         deadline_s = time.monotonic() + BOUND_S
         with self._news:
             while True:
@@ -121,9 +134,13 @@ class ManagerSocket:
 
 
 class DaemonProcess:
-    """`weightcached serve` with the test's loader. `log` is read from a file, so it survives the process."""
+    """`weightcached serve` with the test's loader. `log` is read from a file, so it survives the
+    process.
+    """
 
-    def __init__(self, directory: Path, models: list[dict[str, Any]] | None = None, *, device: str = "cpu0") -> None:
+    def __init__(
+        self, directory: Path, models: list[dict[str, Any]] | None = None, *, device: str = "cpu0"
+    ) -> None:
         self.device = device
         self.directory = directory
         self.runtime = directory / "run"
@@ -141,18 +158,29 @@ class DaemonProcess:
             write_manifest(self.manifest, models)
 
     def launch(self, *, keep_store: bool = False) -> Self:
-        """Start the process and return at once. `keep_store`: it is passed what the manager has, as at a restart."""
+        """Start the process and return at once. `keep_store`: it is passed what the manager has, as
+        at a restart.
+        """
         stored: dict[str, int] = {}
         if self.manager is not None:
             if keep_store:
                 stored, self.manager.stored = self.manager.stored, {}
             self.manager.close()
-        self.manager = ManagerSocket(f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}", stored)
+        self.manager = ManagerSocket(
+            f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}", stored
+        )
         command = [sys.executable, "-m", self.module, "serve", self.device]
         if stored:
             passed = ",".join(f"{fd}={name}" for name, fd in stored.items())
             command = [sys.executable, "-m", "tests.fakes.with_store", passed, *command]
-        command += ["--manifest", str(self.manifest), "--socket-dir", str(self.runtime), "--log-level", "debug"]
+        command += [
+            "--manifest",
+            str(self.manifest),
+            "--socket-dir",
+            str(self.runtime),
+            "--log-level",
+            "debug",
+        ]
         command += self.options
         if self.loader_command is not None:
             command += ["--loader-command", self.loader_command]
@@ -200,7 +228,9 @@ class DaemonProcess:
             return client.status()
 
     def is_ready(self) -> bool:
-        """Whether it serves all its caches; a socket that is not there yet, or not listened on, is no error."""
+        """Whether it serves all its caches; a socket that is not there yet, or not listened on, is
+        no error.
+        """
         status = self.answer()
         return status is not None and status.state == "ready"
 

@@ -1,8 +1,9 @@
-"""Small checkpoints of a target and of its draft models: EAGLE and EAGLE3 heads, and a model with an MTP layer inside.
+"""Small checkpoints of a target and of its draft models: EAGLE and EAGLE3 heads, and a model with
+an MTP layer inside.
 
-Random, but made so that a draft is right about as often as wrong: the target's layers add little to the token's own
-embedding, and the heads pass that on. Then acceptance depends on the draft's own weights, and a draft that lost one
-is seen in the figure, which one that is never right would hide.
+Random, but made so that a draft is right about as often as wrong: the target's layers add little to
+the token's own embedding, and the heads pass that on. Then acceptance depends on the draft's own
+weights, and a draft that lost one is seen in the figure, which one that is never right would hide.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ class Shape(NamedTuple):
 
 
 class Maker:
-    """Values by name: the same name has the same values whatever else is made. `device` is where they are drawn."""
+    """Values by name: the same name has the same values whatever else is made. `device` is where
+    they are drawn.
+    """
 
     def __init__(self, shape: Shape, seed: int = 0, device: str = "cpu") -> None:
         self.shape, self._seed, self._device = shape, seed, device
 
     def normal(self, name: str, *size: int, gain: float = 1.0) -> torch.Tensor:
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
+        generator = torch.Generator(self._device).manual_seed(
+            zlib.crc32(name.encode()) + self._seed
+        )
         values = torch.randn(size, generator=generator, device=self._device)
         return (values * gain * size[-1] ** -0.5).cpu()
 
@@ -68,19 +73,34 @@ class Maker:
         s = self.shape
         kv = s.kv_heads * (s.hidden // s.heads)
         for part, rows in (("q", s.hidden), ("k", kv), ("v", kv)):
-            yield f"{prefix}self_attn.{part}_proj.weight", self.normal(f"{prefix}{part}", rows, s.hidden)
+            yield (
+                f"{prefix}self_attn.{part}_proj.weight",
+                self.normal(f"{prefix}{part}", rows, s.hidden),
+            )
             if bias:
-                yield f"{prefix}self_attn.{part}_proj.bias", self.normal(f"{prefix}{part}b", 1, rows)[0]
-        yield f"{prefix}self_attn.o_proj.weight", self.normal(f"{prefix}o", s.hidden, s.hidden, gain=gain)
+                yield (
+                    f"{prefix}self_attn.{part}_proj.bias",
+                    self.normal(f"{prefix}{part}b", 1, rows)[0],
+                )
+        yield (
+            f"{prefix}self_attn.o_proj.weight",
+            self.normal(f"{prefix}o", s.hidden, s.hidden, gain=gain),
+        )
         yield from self.mlp(prefix, gain)
         yield f"{prefix}input_layernorm.weight", self.norm(f"{prefix}in")
         yield f"{prefix}post_attention_layernorm.weight", self.norm(f"{prefix}post")
 
     def mlp(self, prefix: str, gain: float) -> Tensors:
         s = self.shape
-        yield f"{prefix}mlp.gate_proj.weight", self.normal(f"{prefix}gate", s.intermediate, s.hidden)
+        yield (
+            f"{prefix}mlp.gate_proj.weight",
+            self.normal(f"{prefix}gate", s.intermediate, s.hidden),
+        )
         yield f"{prefix}mlp.up_proj.weight", self.normal(f"{prefix}up", s.intermediate, s.hidden)
-        yield f"{prefix}mlp.down_proj.weight", self.normal(f"{prefix}down", s.hidden, s.intermediate, gain=gain)
+        yield (
+            f"{prefix}mlp.down_proj.weight",
+            self.normal(f"{prefix}down", s.hidden, s.intermediate, gain=gain),
+        )
 
     def target(self, *, bias: bool = False) -> Tensors:
         yield "model.embed_tokens.weight", self.embedding()
@@ -90,7 +110,9 @@ class Maker:
         yield "lm_head.weight", self.head()
 
     def passing(self, name: str, *gains: float) -> torch.Tensor:
-        """Takes several hidden states side by side to one: the sum by these gains, and a little noise."""
+        """Takes several hidden states side by side to one: the sum by these gains, and a little
+        noise.
+        """
         eye = torch.eye(self.shape.hidden)
         noise = self.normal(name, self.shape.hidden, self.shape.hidden * len(gains), gain=0.1)
         return torch.cat([eye * gain for gain in gains], dim=1) + noise
@@ -103,12 +125,17 @@ class Maker:
                 yield name, value
         if own_embedding:
             size = self.shape.vocab, self.shape.hidden
-            yield "embed_tokens.weight", self.embedding() + self.normal("own", *size, gain=self.shape.hidden**0.5 / 10)
+            yield (
+                "embed_tokens.weight",
+                self.embedding() + self.normal("own", *size, gain=self.shape.hidden**0.5 / 10),
+            )
 
     def eagle3(self) -> Tensors:
         """Its one layer looks at the newest token alone, and takes that token's embedding on."""
         s = self.shape
-        looking = torch.cat([2 * self.normal("look", s.hidden, s.hidden), torch.zeros(s.hidden, s.hidden)], dim=1)
+        looking = torch.cat(
+            [2 * self.normal("look", s.hidden, s.hidden), torch.zeros(s.hidden, s.hidden)], dim=1
+        )
         yield "midlayer.self_attn.q_proj.weight", looking
         yield "midlayer.self_attn.k_proj.weight", looking.clone()
         yield "midlayer.self_attn.v_proj.weight", self.passing("v", 1.0, 0.0)
@@ -118,7 +145,11 @@ class Maker:
             yield f"midlayer.{name}.weight", self.norm(name)
         yield "norm.weight", self.norm("norm")
         yield "fc.weight", self.normal("fc3", s.hidden, 3 * s.hidden, gain=0.1)
-        known = torch.randperm(s.vocab, generator=torch.Generator().manual_seed(5))[: s.draft_vocab].sort().values
+        known = (
+            torch.randperm(s.vocab, generator=torch.Generator().manual_seed(5))[: s.draft_vocab]
+            .sort()
+            .values
+        )
         yield "lm_head.weight", self.head()[known]
         yield "d2t", known - torch.arange(s.draft_vocab)
         yield "t2d", torch.isin(torch.arange(s.vocab), known)
@@ -134,11 +165,17 @@ class Maker:
 
 
 def write(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """Write config.json and one file of weights, floating point tensors in the configuration's dtype."""
+    """Write config.json and one file of weights, floating point tensors in the configuration's
+    dtype.
+    """
     path.mkdir(parents=True)
     dtype = getattr(torch, config["torch_dtype"])
-    values = {name: (value.to(dtype) if value.is_floating_point() else value) for name, value in tensors}
-    save_file({name: value.contiguous() for name, value in values.items()}, path / "model.safetensors")
+    values = {
+        name: (value.to(dtype) if value.is_floating_point() else value) for name, value in tensors
+    }
+    save_file(
+        {name: value.contiguous() for name, value in values.items()}, path / "model.safetensors"
+    )
     (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return path
 
@@ -149,12 +186,18 @@ def write_llama(path: Path, maker: Maker) -> Path:
 
 
 def write_eagle(path: Path, maker: Maker, *, own_embedding: bool = False) -> Path:
-    """An EAGLE head; it uses the target's lm_head, and the target's embeddings if it has none of its own."""
-    return write(path, maker.shape.config(num_hidden_layers=1), maker.eagle(own_embedding=own_embedding))
+    """An EAGLE head; it uses the target's lm_head, and the target's embeddings if it has none of
+    its own.
+    """
+    return write(
+        path, maker.shape.config(num_hidden_layers=1), maker.eagle(own_embedding=own_embedding)
+    )
 
 
 def write_eagle3(path: Path, maker: Maker) -> Path:
-    """An EAGLE3 head with its own, smaller vocabulary and lm_head; it uses the target's embeddings."""
+    """An EAGLE3 head with its own, smaller vocabulary and lm_head; it uses the target's
+    embeddings.
+    """
     shape = maker.shape
     config = shape.config(
         architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, num_key_value_heads=shape.heads,

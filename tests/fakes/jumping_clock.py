@@ -1,4 +1,6 @@
-"""The daemon on a machine whose wall clock jumps by years, forwards and backwards, each time somebody looks."""
+"""The daemon on a machine whose wall clock jumps by years, forwards and backwards, each time
+somebody looks.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Run the daemon with a clock on its event loop: `python -m tests.fakes.lag serve …`.
 
-How long a turn of the loop takes tells what a fault of ours costs everybody else. Seen from outside it cannot be told
-from a machine that is busy; in here the processor time of the loop's own thread can.
+How long a turn of the loop takes tells what a fault of ours costs everybody else. Seen from outside
+it cannot be told from a machine that is busy; in here the processor time of the loop's own thread
+can.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-# A file to which turns that cost more than NOTED_CPU_S are appended, whatever becomes of the process afterwards.
+# A file to which turns that cost more than NOTED_CPU_S are appended, whatever becomes of the
+# process afterwards.
 VARIABLE = "WEIGHTCACHED_TEST_LAG"
 NOTED_CPU_S = 0.003
 
 
 class Turn(NamedTuple):
-    """One turn of the loop: from the return of select(), at_s on the monotonic clock, to the next call of it.
+    """One turn of the loop: from the return of select(), at_s on the monotonic clock, to the next
+    call of it.
 
-    `cpu_s` is processor time of the loop's thread. `worst` is the callback of this turn that cost the most of it. The
-    last turn of a process that ends by itself stands for all: its times are sums, `callbacks` counts turns.
+    `cpu_s` is processor time of the loop's thread. `worst` is the callback of this turn that cost
+    the most of it. The last turn of a process that ends by itself stands for all: its times are
+    sums, `callbacks` counts turns.
     """
 
     at_s: float
@@ -39,11 +43,17 @@ ALL = "all"
 
 
 def read(path: Path) -> list[Turn]:
-    return [msgspec.json.decode(line, type=Turn) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return (
+        [msgspec.json.decode(line, type=Turn) for line in path.read_bytes().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def longest(turns: list[Turn]) -> Turn | None:
-    return max((turn for turn in turns if turn.worst != ALL), key=lambda turn: turn.cpu_s, default=None)
+    return max(
+        (turn for turn in turns if turn.worst != ALL), key=lambda turn: turn.cpu_s, default=None
+    )
 
 
 class Clock:

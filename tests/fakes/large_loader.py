@@ -1,4 +1,6 @@
-"""A loader child that makes a model's worth of host segments in a second: x_tensors tensors of x_nbytes in all."""
+"""A loader child that makes a model's worth of host segments in a second: x_tensors tensors of
+x_nbytes in all.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import xxhash
 from tests.fakes.checkpoints import key_of
 from tests.fakes.loader_child import Child
 from weightcached.index import tensors as index_format
-from weightcached.index.tensors import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.index.tensors import (
+    LoadReport,
+    SegmentRecord,
+    StorageRecord,
+    TensorIndex,
+    TensorRecord,
+)
 from weightcached.segments.host import HostBackend
 from weightcached.segments.packing import StorageSpec, plan_segments
 from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd
@@ -43,7 +51,11 @@ class LargeChild(Child):
         for number, (nbytes, place) in enumerate(zip(sizes, layout.placements, strict=True)):
             data = content(number, nbytes)
             os.pwrite(fds[place.segment].fileno(), data, place.offset_bytes)
-            storages.append(StorageRecord(place.segment, place.offset_bytes, nbytes, xxhash.xxh3_128_digest(data)))
+            storages.append(
+                StorageRecord(
+                    place.segment, place.offset_bytes, nbytes, xxhash.xxh3_128_digest(data)
+                )
+            )
         for fd in fds:
             _seal(fd)
         tensors = [

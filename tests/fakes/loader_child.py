@@ -1,6 +1,8 @@
-"""A loader child without vLLM: same job, same messages, real sealed segments with the checkpoint's bytes.
+"""A loader child without vLLM: same job, same messages, real sealed segments with the checkpoint's
+bytes.
 
-What goes wrong is chosen by name through the engine arguments, so that one manifest holds healthy and faulty models:
+What goes wrong is chosen by name through the engine arguments, so that one manifest holds healthy
+and faulty models:
 
     x_fault: NAME          one of FAULTS below, in the phase that its name says
     x_gate: PATH           before packing, wait until PATH can be opened for reading (a FIFO that the test opens)
@@ -28,7 +30,13 @@ import xxhash
 from tests.fakes import pauses
 from tests.fakes.checkpoints import WEIGHTS, key_of
 from weightcached.index import tensors as index_format
-from weightcached.index.tensors import LoadReport, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.index.tensors import (
+    LoadReport,
+    SegmentRecord,
+    StorageRecord,
+    TensorIndex,
+    TensorRecord,
+)
 from weightcached.segments.packing import ALIGN_BYTES, align_up
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
@@ -72,7 +80,11 @@ class Child:
         pauses.at(self.job.engine.get("x_pauses"), name)
 
     def run(self) -> None:
-        print(f"loading {self.job.cache} generation {self.job.generation}", file=sys.stderr, flush=True)
+        print(
+            f"loading {self.job.cache} generation {self.job.generation}",
+            file=sys.stderr,
+            flush=True,
+        )
         self.at("at-start")
         self.phase("configuring")
         if self.job.waits:
@@ -102,7 +114,9 @@ class Child:
         total = (Path(self.job.engine["model"]) / WEIGHTS).stat().st_size
         steps = self.job.engine.get("x_steps", 1)
         for step in range(1, steps + 1):
-            self.send(LoaderProgress(phase="weights", done_bytes=total * step // steps, total_bytes=total))
+            self.send(
+                LoaderProgress(phase="weights", done_bytes=total * step // steps, total_bytes=total)
+            )
             if steps > 1:
                 time.sleep(0.1)
 
@@ -136,10 +150,18 @@ class Child:
             key=key_of(job.engine, role=job.role, rank=job.rank),
             segments=[SegmentRecord(len(piece), private=False) for piece in pieces],
             storages=[
-                StorageRecord(n, 0, len(piece), xxhash.xxh3_128(piece).digest()) for n, piece in enumerate(pieces)
+                StorageRecord(n, 0, len(piece), xxhash.xxh3_128(piece).digest())
+                for n, piece in enumerate(pieces)
             ],
             tensors=[
-                TensorRecord(names=[f"w.{n}"], kind="parameter", dtype="uint8", shape=[len(p)], stride=[1], storage=n)
+                TensorRecord(
+                    names=[f"w.{n}"],
+                    kind="parameter",
+                    dtype="uint8",
+                    shape=[len(p)],
+                    stride=[1],
+                    storage=n,
+                )
                 for n, p in enumerate(pieces)
             ],
             load=LoadReport(
@@ -188,7 +210,9 @@ def _raise(child: Child) -> None:
 
 
 def _refuse(child: Child) -> None:
-    child.send(LoaderFailed(code="checkpoint", message="config.json names no architecture", permanent=True))
+    child.send(
+        LoaderFailed(code="checkpoint", message="config.json names no architecture", permanent=True)
+    )
     sys.exit(78)
 
 

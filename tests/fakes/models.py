@@ -1,4 +1,6 @@
-"""Model trees without vLLM, and the way of one from a loaded model to segments, an index and an attached model."""
+"""Model trees without vLLM, and the way of one from a loaded model to segments, an index and an
+attached model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import nn
 from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
-from weightcached.index.tensors import LoadReport, ModulePlan, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.index.tensors import (
+    LoadReport,
+    ModulePlan,
+    SegmentRecord,
+    StorageRecord,
+    TensorIndex,
+    TensorRecord,
+)
 from weightcached.model import pack, proof
 from weightcached.model.bind import Binder, Hooks, Storages, skeleton_of
 from weightcached.segments.host import HostBackend, HostMapping
@@ -34,7 +43,9 @@ class AfterBinding:
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
         pass
 
-    def after_binding(self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]) -> None:
+    def after_binding(
+        self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]
+    ) -> None:
         self._run(model)
 
 
@@ -49,7 +60,9 @@ def an_index(
     skeleton: str = "",
     **changed: Any,
 ) -> TensorIndex:
-    """A tensor index of cpu0, by default of one segment, one storage of 4096 bytes and no tensor."""
+    """A tensor index of cpu0, by default of one segment, one storage of 4096 bytes and no
+    tensor.
+    """
     fields: dict[str, Any] = {
         "software": "test",
         "backend": "host",
@@ -73,7 +86,9 @@ def an_index(
 
 @dataclass(frozen=True)
 class Packed:
-    """A model as its loader leaves it: what it looked like, its index as decoded, and its segments' descriptors."""
+    """A model as its loader leaves it: what it looked like, its index as decoded, and its segments'
+    descriptors.
+    """
 
     loaded: proof.Snapshot
     index: TensorIndex
@@ -82,7 +97,9 @@ class Packed:
 
     @classmethod
     def of(cls, build: Build, change: Callable[[Any], object] = lambda model: None) -> Self:
-        """Build, change as post-processing would, and pack. `build` is called on the meta device for engines."""
+        """Build, change as post-processing would, and pack. `build` is called on the meta device
+        for engines.
+        """
         model = build()
         change(model)
         return cls.of_loaded(model, build)
@@ -106,17 +123,23 @@ class Packed:
         return replace(self, **changed)
 
     def map(self) -> HostMapping:
-        return HostBackend().map([fd.dup() for fd in self.fds], [s.nbytes for s in self.index.segments])
+        return HostBackend().map(
+            [fd.dup() for fd in self.fds], [s.nbytes for s in self.index.segments]
+        )
 
     def attach(self, hooks: Hooks | RunHooks = NO_HOOKS, *, copy: bool = False) -> Any:
         """A new model of an engine."""
         mapping = self.map()
         model = on_meta(self.build)
-        Binder(model, self.index, Storages(self.index, mapping, CPU, copy=copy)).attach(_as_hooks(hooks))
+        Binder(model, self.index, Storages(self.index, mapping, CPU, copy=copy)).attach(
+            _as_hooks(hooks)
+        )
         mapping.close()
         return model
 
-    def prove(self, hooks: Hooks | RunHooks = NO_HOOKS, plans: Sequence[ModulePlan] = ()) -> TensorIndex:
+    def prove(
+        self, hooks: Hooks | RunHooks = NO_HOOKS, plans: Sequence[ModulePlan] = ()
+    ) -> TensorIndex:
         """The loader's proof, with this snapshot and index."""
         with ExitStack() as stack:
             mapping = self.map()
@@ -151,7 +174,9 @@ def on_meta(build: Build) -> nn.Module:
 
 
 def random_bytes(tensor: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Fill the whole storage below a tensor with reproducible bytes, whatever its dtype. Returns the tensor."""
+    """Fill the whole storage below a tensor with reproducible bytes, whatever its dtype. Returns
+    the tensor.
+    """
     if tensor.is_meta:
         return tensor
     memory = bytes_below(tensor)

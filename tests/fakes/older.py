@@ -1,4 +1,6 @@
-"""The daemon and the loader as of a version with an older index format, as an upgrade finds them in the store."""
+"""The daemon and the loader as of a version with an older index format, as an upgrade finds them in
+the store.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""vLLM's parser without vLLM, for `weightcached preload`: --some-key VALUE becomes some_key, VALUE read as JSON."""
+"""vLLM's parser without vLLM, for `weightcached preload`: --some-key VALUE becomes some_key, VALUE
+read as JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Points at which a process of the tests waits until it is let go on: a FIFO named after the phase arms one.
+"""Points at which a process of the tests waits until it is let go on: a FIFO named after the phase
+arms one.
 
-The daemon's own phases are made to wait by running it as `python -m tests.fakes.pauses serve …`, which wraps the
-functions where a phase begins; the product has no hook for this.
+The daemon's own phases are made to wait by running it as `python -m tests.fakes.pauses serve …`,
+which wraps the functions where a phase begins; the product has no hook for this.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Pauses:
 def at(directory: str | None, phase: str) -> None:
     """The process's side: wait here if the phase is armed, the first time only.
 
-    Whoever came here again before let_go() has removed the FIFO would wait for a writer that never comes.
+    Whoever came here again before let_go() has removed the FIFO would wait for a writer that never
+    comes.
     """
     if directory is None:
         return
@@ -98,7 +100,8 @@ def main() -> None:
     _after(Place, "listen", "bind")
     # In a thread: the daemon serves meanwhile.
     _before(reconcile, "load_manifest", "manifest")
-    # Each of these has its first descriptor on its way when it waits: the set in the store is cut short.
+    # Each of these has its first descriptor on its way when it waits: the set in the store is cut
+    # short.
     _after(fdstore, "_send", "store")
     _before(Reconciler, "_publish", "publish")
     _before(Cache, "publish", "stored")

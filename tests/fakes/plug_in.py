@@ -1,7 +1,9 @@
-"""A quantization plug-in as others write them: registered with vLLM, its classes outside of vLLM's packages.
+"""A quantization plug-in as others write them: registered with vLLM, its classes outside of vLLM's
+packages.
 
-Every linear layer of a model gets the method that the checkpoint's quantization_config names for it. All of them
-compute what an unquantized layer computes; they differ in what their hook does to the weight after loading.
+Every linear layer of a model gets the method that the checkpoint's quantization_config names for
+it. All of them compute what an unquantized layer computes; they differ in what their hook does to
+the weight after loading.
 """
 
 from __future__ import annotations
@@ -12,8 +14,14 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.parameter import ModelWeightParameter
 
 NAME = "weightcached-test"
@@ -45,14 +53,18 @@ class Method(LinearMethodBase):  # type: ignore[misc]
         **extra: Any,
     ) -> None:
         weight = ModelWeightParameter(
-            data=torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype),
+            data=torch.empty(
+                sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype
+            ),
             input_dim=1,
             output_dim=0,
             weight_loader=extra["weight_loader"],
         )
         layer.register_parameter("weight", weight)
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return nn.functional.linear(x, layer.weight, bias)
 
 
@@ -63,12 +75,16 @@ class Turning(Method):
         layer.weight = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
         layer.kernel = Kernel(layer.weight)
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return x @ layer.kernel.weight
 
 
 class Counting(Turning):
-    """The same, and counts elements that it can only see with memory: a value to be restored after the replay."""
+    """The same, and counts elements that it can only see with memory: a value to be restored after
+    the replay.
+    """
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         layer.counted = 0 if layer.weight.is_meta else int((layer.weight != 0).sum())
@@ -80,7 +96,9 @@ class OtherKernel(Kernel):
 
 
 class Branching(Turning):
-    """Makes another object without memory than with it: nothing that a replay can be trusted with."""
+    """Makes another object without memory than with it: nothing that a replay can be trusted
+    with.
+    """
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         kind = OtherKernel if layer.weight.is_meta else Kernel
@@ -96,7 +114,9 @@ class Measuring(Method):
         layer.packed = nn.Parameter((layer.weight.data / layer.largest).t(), requires_grad=False)
         del layer.weight
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return (x @ layer.packed) * layer.largest
 
 
@@ -109,17 +129,23 @@ class MeasuringKernel(Measuring):
 
 
 class InPlace(Method):
-    """Says that it runs on processed weights, but writes into what it has made before: not for `rerun`."""
+    """Says that it runs on processed weights, but writes into what it has made before: not for
+    `rerun`.
+    """
 
     supports_pre_processed_weights = True
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         doubled = layer.weight.data * 2
         if not hasattr(layer, "doubled"):
-            layer.register_parameter("doubled", nn.Parameter(torch.empty_like(doubled), requires_grad=False))
+            layer.register_parameter(
+                "doubled", nn.Parameter(torch.empty_like(doubled), requires_grad=False)
+            )
         layer.doubled.data.copy_(doubled)
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return nn.functional.linear(x, layer.doubled, bias) / 2
 
 
@@ -129,16 +155,23 @@ class Embedding(UnquantizedEmbeddingMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return nn.functional.linear(x, layer.weight, bias)
 
 
-METHODS = {cls.__name__: cls for cls in (Method, Counting, Branching, Turning, Measuring, MeasuringKernel, InPlace)}
+METHODS = {
+    cls.__name__: cls
+    for cls in (Method, Counting, Branching, Turning, Measuring, MeasuringKernel, InPlace)
+}
 
 
 @register_quantization_config(NAME)
 class Config(QuantizationConfig):  # type: ignore[misc]
-    """quantization_config of a checkpoint: {"quant_method": NAME, "methods": {"qkv_proj": "Turning", …}}."""
+    """quantization_config of a checkpoint: {"quant_method": NAME, "methods": {"qkv_proj":
+    "Turning", …}}.
+    """
 
     def __init__(self, methods: dict[str, str]) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""A daemon's side of the protocol on a real socket, scripted by the test: what it answers, when it breaks off."""
+"""A daemon's side of the protocol on a real socket, scripted by the test: what it answers, when it
+breaks off.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def welcome(device: str = "cpu0", protocol: int = PROTOCOL_VERSION) -> Welcome:
 
 @dataclass
 class StubDaemon:
-    """Listens on `path` from __enter__ on. `script` answers everything but Hello, which `greeting` answers."""
+    """Listens on `path` from __enter__ on. `script` answers everything but Hello, which `greeting`
+    answers.
+    """
 
     path: Path
     script: Script = lambda request: []
@@ -69,8 +73,11 @@ class StubDaemon:
         self._threads[0].start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        # The thread in accept() wakes up with EINVAL, those in recvmsg() with the end of the connection.
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        # The thread in accept() wakes up with EINVAL, those in recvmsg() with the end of the
+        # connection.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()
         for peer in self._peers:

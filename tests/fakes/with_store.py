@@ -21,7 +21,11 @@ def main() -> None:
         os.close(fd)
     os.closerange(_FIRST + len(moved), 500)
     names = ":".join(name for _, name in pairs)
-    passed = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(pairs)), "LISTEN_FDNAMES": names}
+    passed = {
+        "LISTEN_PID": str(os.getpid()),
+        "LISTEN_FDS": str(len(pairs)),
+        "LISTEN_FDNAMES": names,
+    }
     os.execvpe(sys.argv[2], sys.argv[2:], {**os.environ, **passed})
 
 

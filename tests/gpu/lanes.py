@@ -1,9 +1,11 @@
-"""Many models through daemon and engines at once: lanes beside each other, each with a daemon and two engine processes.
+"""Many models through daemon and engines at once: lanes beside each other, each with a daemon and
+two engine processes.
 
-A loader child takes as long as vLLM's imports, and one daemon loads one model at a time. So models are dealt to several
-daemons of the same device, each with a runtime directory of its own. While a daemon loads, its lane's two engine
-processes decode with every model from disk; then both attach each model at the same time. Each process compares with
-what it decoded itself: kernels that are tuned by time may differ between processes.
+A loader child takes as long as vLLM's imports, and one daemon loads one model at a time. So models
+are dealt to several daemons of the same device, each with a runtime directory of its own. While a
+daemon loads, its lane's two engine processes decode with every model from disk; then both attach
+each model at the same time. Each process compares with what it decoded itself: kernels that are
+tuned by time may differ between processes.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ _BROKEN = ("CUDA error", "AcceleratorError", "illegal memory", "CUBLAS", "out of
 class Result:
     """What was seen of one model. `error` says at which step it ended, with the reason.
 
-    plans: hooks by class and plan, counted; reasons: why hooks did not get an earlier plan. repeatable: the engine from
-    disk decoded the same once more, so that its kernels' results do not depend on chance.
+    plans: hooks by class and plan, counted; reasons: why hooks did not get an earlier plan.
+    repeatable: the engine from disk decoded the same once more, so that its kernels' results do not
+    depend on chance.
     """
 
     model: str
@@ -77,7 +80,9 @@ class StepError(Exception):
 
 
 class Seat:
-    """A place for one engine process. One that died, or broke its device context, is replaced at the next question."""
+    """A place for one engine process. One that died, or broke its device context, is replaced at
+    the next question.
+    """
 
     def __init__(self, name: str, environment: dict[str, str], directory: Path) -> None:
         self._name = name
@@ -94,7 +99,9 @@ class Seat:
         if self._ended:
             raise StepError("the lane has ended")
         self._count += 1
-        self._engines = Engines(self._environment, self._directory / f"{self._name}-{self._count}.log")
+        self._engines = Engines(
+            self._environment, self._directory / f"{self._name}-{self._count}.log"
+        )
         return self._engines
 
     def ask(self, **command: Any) -> dict[str, Any]:
@@ -166,9 +173,19 @@ class Lane:
         ]
         manifest = self._runtime / "manifest.yaml"
         manifest.write_text(json.dumps({"version": 1, "models": models}), encoding="utf-8")
-        command = [sys.executable, "-m", "weightcached", "serve", self._device, "--manifest", str(manifest)]
+        command = [
+            sys.executable,
+            "-m",
+            "weightcached",
+            "serve",
+            self._device,
+            "--manifest",
+            str(manifest),
+        ]
         with open(self._log, "wb") as log:
-            return subprocess.Popen(command, env=self._environment, cwd=ROOT, stdout=log, stderr=log)
+            return subprocess.Popen(
+                command, env=self._environment, cwd=ROOT, stdout=log, stderr=log
+            )
 
     def run(self, results: Mapping[str, Future[Result]]) -> None:
         """All models of the lane, each to its result, whatever happens to the others."""
@@ -176,7 +193,11 @@ class Lane:
         for name in self.names:
             self._step("disk", made[name], self._decode_from_disk)
         for name in self.names:
-            for step, action in (("load", self._await_load), ("attach", self._attach), ("verify", self._verify)):
+            for step, action in (
+                ("load", self._await_load),
+                ("attach", self._attach),
+                ("verify", self._verify),
+            ):
                 self._step(step, made[name], action)
             results[name].set_result(made[name])
 
@@ -202,11 +223,15 @@ class Lane:
 
     def _decode_from_disk(self, result: Result) -> None:
         began = time.monotonic()
-        answers = self._both(engine=self._arguments(result.model, "auto"), prompts=PROMPTS, tokens=TOKENS)
+        answers = self._both(
+            engine=self._arguments(result.model, "auto"), prompts=PROMPTS, tokens=TOKENS
+        )
         result.disk_start_seconds = time.monotonic() - began
         self._disk[result.model] = [answer["tokens"] for answer in answers]
         again = self._both(again=True)
-        result.repeatable = all(a["tokens"] == b["tokens"] for a, b in zip(answers, again, strict=True))
+        result.repeatable = all(
+            a["tokens"] == b["tokens"] for a, b in zip(answers, again, strict=True)
+        )
         # Prompts that decode alike, or one token for ever, would hide wrong weights.
         result.distinct = len({token for tokens in answers[0]["tokens"] for token in tokens})
         self._both(close=True)
@@ -244,9 +269,13 @@ class Lane:
         )  # fmt: skip
         result.stage, result.nbytes = index.stage, index.nbytes
         result.private_nbytes = sum(segment.nbytes for segment in index.segments if segment.private)
-        plans = [f"{plan.method.rpartition('.')[2] or 'values'} {plan.plan}" for plan in index.modules]
+        plans = [
+            f"{plan.method.rpartition('.')[2] or 'values'} {plan.plan}" for plan in index.modules
+        ]
         result.plans = dict(Counter(plans or ["every hook rerun"]))
-        result.reasons = sorted({reason[:300] for plan in index.modules if (reason := getattr(plan, "reason", ""))})[:8]
+        result.reasons = sorted(
+            {reason[:300] for plan in index.modules if (reason := getattr(plan, "reason", ""))}
+        )[:8]
         result.load_seconds, result.phases = index.load.seconds, index.load.phases
 
     def _attach(self, result: Result) -> None:
@@ -255,9 +284,14 @@ class Lane:
         began = time.monotonic()
         answers = self._both(engine=arguments, prompts=PROMPTS, tokens=TOKENS)
         result.attach_start_seconds = time.monotonic() - began
-        if not all(f"attached {result.model}/target generation 1" in seat.log for seat in self._seats):
+        if not all(
+            f"attached {result.model}/target generation 1" in seat.log for seat in self._seats
+        ):
             raise StepError(f"the engine mapped something else: {self._seats[0].log[-_LOG_CHARS:]}")
-        equal = [answer["tokens"] == disk for answer, disk in zip(answers, self._disk[result.model], strict=True)]
+        equal = [
+            answer["tokens"] == disk
+            for answer, disk in zip(answers, self._disk[result.model], strict=True)
+        ]
         result.tokens_equal, result.twin_tokens_equal = equal
         result.burst_tokens = self._seats[0].ask(call="burst")["result"]
         self._both(close=True)
@@ -273,7 +307,9 @@ class Lane:
     def _log_of(self, name: str) -> str:
         """The last lines of the daemon's log that name the model's cache."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join([line for line in lines if f"{name}/target" in line][-_STDERR_LINES:])[-_LOG_CHARS:]
+        return "\n".join([line for line in lines if f"{name}/target" in line][-_STDERR_LINES:])[
+            -_LOG_CHARS:
+        ]
 
     def close(self) -> None:
         """End every process of the lane."""
@@ -289,7 +325,9 @@ class Lane:
 
 
 class Lanes:
-    """All lanes, which have `timeout_s` for all models. Each result is also a line of `report`, if there is one."""
+    """All lanes, which have `timeout_s` for all models. Each result is also a line of `report`, if
+    there is one.
+    """
 
     def __init__(
         self, paths: Mapping[str, Path], device: str, *, count: int, engine: dict[str, Any],
@@ -302,7 +340,8 @@ class Lanes:
         for future in self.results.values():
             future.add_done_callback(self._write)
         self._lanes = [
-            Lane(names, paths, device, engine=engine, environment=environment) for names in deal(list(paths), count)
+            Lane(names, paths, device, engine=engine, environment=environment)
+            for names in deal(list(paths), count)
         ]
         self._pool = ThreadPoolExecutor(len(self._lanes))
         for lane in self._lanes:

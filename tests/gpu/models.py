@@ -1,6 +1,7 @@
 """The models of test_quantization.py: what each is, and the engine arguments that belong to it.
 
-Random weights, tens of megabytes each: what counts is which code of vLLM loads, repacks and runs them.
+Random weights, tens of megabytes each: what counts is which code of vLLM loads, repacks and runs
+them.
 """
 
 from __future__ import annotations

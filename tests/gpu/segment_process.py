@@ -1,4 +1,5 @@
-"""The other process of tests/gpu/test_cuda_segments.py: segment_process.py MODE SOCKET_FD GPU_UUID SIZES_JSON
+"""The other process of tests/gpu/test_cuda_segments.py: segment_process.py MODE SOCKET_FD GPU_UUID
+SIZES_JSON
 
 create   make, fill and publish segments, send their descriptors, then wait to be killed
 check    receive descriptors, map them, compare the content; answers as JSON
@@ -27,7 +28,11 @@ def pattern(segment: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """What the tests fill a segment with: uint8, shape (nbytes,)."""
     import torch
 
-    return torch.arange(nbytes // 4, dtype=torch.int32, device=device).add_(segment * 7919).view(torch.uint8)
+    return (
+        torch.arange(nbytes // 4, dtype=torch.int32, device=device)
+        .add_(segment * 7919)
+        .view(torch.uint8)
+    )
 
 
 def create(sock: socket.socket, backend: CudaBackend, sizes: list[int]) -> None:
@@ -50,7 +55,10 @@ def check(sock: socket.socket, backend: CudaBackend, sizes: list[int]) -> None:
     mapping = backend.map(fds, sizes)
     mapped_s = time.perf_counter() - started
     tensors = [mapping.view(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
-    equal = [torch.equal(tensor, pattern(n, tensor.numel(), tensor.device)) for n, tensor in enumerate(tensors)]
+    equal = [
+        torch.equal(tensor, pattern(n, tensor.numel(), tensor.device))
+        for n, tensor in enumerate(tensors)
+    ]
     sock.sendall(json.dumps({"equal": equal, "mapped_s": mapped_s}).encode())
 
 
@@ -70,7 +78,9 @@ def write(sock: socket.socket, backend: CudaBackend, sizes: list[int]) -> None:
     mapping = backend.map(received(sock, len(sizes)), sizes)
     tensor = mapping.view(0, 0, sizes[0])
     writable = torch.zeros(4096, dtype=torch.uint8, device=tensor.device)
-    results = [driver.cuMemsetD8(target.data_ptr(), 7, 4096)[0].name for target in (writable, tensor)]
+    results = [
+        driver.cuMemsetD8(target.data_ptr(), 7, 4096)[0].name for target in (writable, tensor)
+    ]
     sock.sendall(json.dumps({"memset": results}).encode())
     tensor.fill_(7)
     torch.cuda.synchronize()
@@ -85,7 +95,9 @@ def main() -> None:
     with socket.socket(fileno=int(socket_fd)) as sock:
         # Before torch has touched CUDA: no context is current yet.
         backend = CudaBackend(gpu_uuid)
-        {"create": create, "check": check, "read": read, "write": write}[mode](sock, backend, json.loads(sizes))
+        {"create": create, "check": check, "read": read, "write": write}[mode](
+            sock, backend, json.loads(sizes)
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What a GPU can be given that is wrong: one clear error each, nothing half-mapped, and engines that fall back decode.
+"""What a GPU can be given that is wrong: one clear error each, nothing half-mapped, and engines
+that fall back decode.
 
 PYTHONPATH=. python3 -m pytest tests/gpu/test_bad_input.py
 """
@@ -49,7 +50,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def entry(name: str, device: str, model: Path) -> dict[str, Any]:
-    return {"name": name, "devices": [device], "engine": {"model": str(model), "max_model_len": 1024}}
+    return {
+        "name": name,
+        "devices": [device],
+        "engine": {"model": str(model), "max_model_len": 1024},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,9 @@ def socket_of(service: Service, device: str) -> Path:
     return socket_path(device, Path(service.env["XDG_RUNTIME_DIR"]) / "weightcached")
 
 
-Tamper = Callable[[index_format.TensorIndex, list[OwnedFd]], tuple[index_format.TensorIndex, list[OwnedFd]]]
+Tamper = Callable[
+    [index_format.TensorIndex, list[OwnedFd]], tuple[index_format.TensorIndex, list[OwnedFd]]
+]
 
 
 def handing_out(socket: Path, tamper: Tamper) -> Script:
@@ -81,12 +88,16 @@ def handing_out(socket: Path, tamper: Tamper) -> Script:
         if isinstance(request, Status):
             yield status(socket.stem)
             return
-        handout = hand_out(socket.stem, CACHE, for_what="tampered with", socket_dir=socket.parent, timeout_s=10.0)
+        handout = hand_out(
+            socket.stem, CACHE, for_what="tampered with", socket_dir=socket.parent, timeout_s=10.0
+        )
         index, fds = tamper(handout.index, handout.fds)
         data = index_format.encode(index)
         fds.insert(0, sealed_memfd("index", data))
         yield msgspec.structs.replace(
-            handout.ready, index_digest=index_format.digest_of(data), segment_nbytes=[s.nbytes for s in index.segments]
+            handout.ready,
+            index_digest=index_format.digest_of(data),
+            segment_nbytes=[s.nbytes for s in index.segments],
         )
         yield Packet(encode(Descriptors(first=0)), [fd.fileno() for fd in fds])
         close_all(fds)
@@ -94,7 +105,9 @@ def handing_out(socket: Path, tamper: Tamper) -> Script:
     return script
 
 
-def host_memory(index: index_format.TensorIndex, fds: list[OwnedFd]) -> tuple[index_format.TensorIndex, list[OwnedFd]]:
+def host_memory(
+    index: index_format.TensorIndex, fds: list[OwnedFd]
+) -> tuple[index_format.TensorIndex, list[OwnedFd]]:
     """The last segment is a memfd."""
     fds.pop().close()
     return index, [*fds, sealed_memfd("segment", bytes(4096))]
@@ -118,13 +131,20 @@ def test_segment_that_does_not_map_leaves_nothing_behind(
     path = Path("/tmp") / f"wc-{os.getpid()}-{tamper.__name__}" / f"{device}.sock"
     engines.log()
     with StubDaemon(path, handing_out(socket_of(service, device), tamper), [welcome(device)]):
-        fallen_back = engines.tokens(models["bf16"], "ipc_cache", loader={"socket_path": str(path)}, **ENGINE)
+        fallen_back = engines.tokens(
+            models["bf16"], "ipc_cache", loader={"socket_path": str(path)}, **ENGINE
+        )
     path.parent.rmdir()
     lines = engines.plugin_log()
     assert fallen_back == expected
-    assert any(line.startswith("loading from disk (") and "segment" in line for line in lines), lines
+    assert any(line.startswith("loading from disk (") and "segment" in line for line in lines), (
+        lines
+    )
     # In the same process: no error sticks to its context.
-    assert engines.tokens(models["bf16"], "ipc_cache", loader={"fallback": False}, **ENGINE) == expected
+    assert (
+        engines.tokens(models["bf16"], "ipc_cache", loader={"fallback": False}, **ENGINE)
+        == expected
+    )
 
 
 def test_cache_without_room_names_needed_free_and_holder(
@@ -133,7 +153,10 @@ def test_cache_without_room_names_needed_free_and_holder(
     engines.ask(close=True)
     service.manifest(entry("bf16", device, models["bf16"]), entry("large", device, models["large"]))
     with subprocess.Popen(
-        [sys.executable, "-c", HOG, str(LEFT_BYTES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOG, str(LEFT_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as hog:
         assert hog.stdout is not None
         assert hog.stdout.readline() == "holding\n"
@@ -176,9 +199,13 @@ def test_engine_on_another_gpu_than_the_cache_loads_from_disk(
     for name, value in service.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[1])
-    options = ENGINE | {"model_loader_extra_config": {"socket_path": str(socket_of(service, device))}}
+    options = ENGINE | {
+        "model_loader_extra_config": {"socket_path": str(socket_of(service, device))}
+    }
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with Engine(str(models["bf16"]), "ipc_cache", options, tmp_path / "log", environment=environment) as engine:
+    with Engine(
+        str(models["bf16"]), "ipc_cache", options, tmp_path / "log", environment=environment
+    ) as engine:
         assert engine.first["tokens"] == expected
     log = (tmp_path / "log").read_text(encoding="utf-8")
     assert f"serves {device}, this engine runs on {gpus[1]}" in log

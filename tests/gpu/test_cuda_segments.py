@@ -1,4 +1,5 @@
-"""CUDA segments on a real GPU: they outlive their creator, cannot be written by engines, and torch uses them in place.
+"""CUDA segments on a real GPU: they outlive their creator, cannot be written by engines, and torch
+uses them in place.
 
 Run: python -m pytest tests/gpu/test_cuda_segments.py -s     (24 GiB of free device memory; -s shows the timings)
 """
@@ -61,10 +62,14 @@ def settled_free_bytes(backend: CudaBackend) -> int:
 
 
 def wait_until_free(backend: CudaBackend, nbytes: int) -> None:
-    """Wait until about `nbytes` are free: the memory of a process that ended is freed a little later."""
+    """Wait until about `nbytes` are free: the memory of a process that ended is freed a little
+    later.
+    """
     deadline_s = time.monotonic() + FREED_TIMEOUT_S
     while (free := settled_free_bytes(backend)) < nbytes - NOISE_NBYTES:
-        assert time.monotonic() < deadline_s, f"{free} bytes free after {FREED_TIMEOUT_S} s, expected {nbytes}"
+        assert time.monotonic() < deadline_s, (
+            f"{free} bytes free after {FREED_TIMEOUT_S} s, expected {nbytes}"
+        )
         time.sleep(0.05)
 
 
@@ -89,8 +94,12 @@ def has_pattern(tensor: torch.Tensor, segment: int) -> bool:
 
 
 @contextlib.contextmanager
-def other_process(mode: str, gpu_uuid: str, sizes: list[int]) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
-    """segment_process.py in `mode` and our end of its socket; killed at the end if it is still there."""
+def other_process(
+    mode: str, gpu_uuid: str, sizes: list[int]
+) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
+    """segment_process.py in `mode` and our end of its socket; killed at the end if it is still
+    there.
+    """
     ours, theirs = socket.socketpair()
     arguments = [sys.executable, str(ROOT / "tests/gpu/segment_process.py")]
     arguments += [mode, str(theirs.fileno()), gpu_uuid, json.dumps(sizes)]
@@ -146,7 +155,9 @@ def test_memory_survives_kill_9_of_its_creator(backend: CudaBackend) -> None:
     wait_until_free(backend, before - sum(sizes))
     assert settled_free_bytes(backend) <= before - sum(sizes) + NOISE_NBYTES
     mapping = backend.map(owned, sizes)
-    assert [has_pattern(mapping.view(number, 0, nbytes), number) for number, nbytes in enumerate(sizes)] == [True, True]
+    assert [
+        has_pattern(mapping.view(number, 0, nbytes), number) for number, nbytes in enumerate(sizes)
+    ] == [True, True]
     mapping.close()
 
 
@@ -176,7 +187,10 @@ def test_process_without_torch_reads_the_bytes(backend: CudaBackend) -> None:
     for fd in fds:
         fd.close()
     assert found["ends"] == [
-        [pattern_bytes(n, size, start, start + END_NBYTES).hex() for start in (0, size - END_NBYTES)]
+        [
+            pattern_bytes(n, size, start, start + END_NBYTES).hex()
+            for start in (0, size - END_NBYTES)
+        ]
         for n, size in enumerate(sizes)
     ]
     assert found["torch"] is False
@@ -196,7 +210,11 @@ def mapping(backend: CudaBackend) -> Iterator[CudaMapping]:
 
 def test_views_are_the_mapped_memory_itself(mapping: CudaMapping) -> None:
     first, second = mapping.view(0, 0, 64 * MIB), mapping.view(1, 0, 32 * MIB)
-    assert (first.dtype, first.device, first.shape) == (torch.uint8, torch.device("cuda", 0), (64 * MIB,))
+    assert (first.dtype, first.device, first.shape) == (
+        torch.uint8,
+        torch.device("cuda", 0),
+        (64 * MIB,),
+    )
     assert second.data_ptr() == first.data_ptr() + 64 * MIB
     assert has_pattern(first, 0)
     assert has_pattern(second, 1)
@@ -223,7 +241,12 @@ def test_strided_views_are_bound_by_set_(mapping: CudaMapping) -> None:
     # The transpose of a 256 x 512 matrix that begins 4096 elements into the segment.
     view = torch.empty(0, dtype=torch.int32, device=shown.device)
     view.set_(shown.untyped_storage(), 0, (512, 256), (1, 512))
-    expected = pattern(1, 32 * MIB, shown.device).view(torch.int32)[4096 : 4096 + 512 * 256].view(256, 512).t()
+    expected = (
+        pattern(1, 32 * MIB, shown.device)
+        .view(torch.int32)[4096 : 4096 + 512 * 256]
+        .view(256, 512)
+        .t()
+    )
     assert torch.equal(view, expected)
     assert not view.is_contiguous()
 
@@ -242,8 +265,12 @@ def test_read_from_a_thread_without_a_context_works(mapping: CudaMapping) -> Non
 
 
 @pytest.mark.parametrize("method", ["view", "read"])
-def test_range_outside_its_segment_is_refused_without_a_trace(mapping: CudaMapping, method: str) -> None:
-    with pytest.raises(SegmentError, match=r"^16 bytes at 67108856 reach outside segment 0 of 67108864 bytes$"):
+def test_range_outside_its_segment_is_refused_without_a_trace(
+    mapping: CudaMapping, method: str
+) -> None:
+    with pytest.raises(
+        SegmentError, match=r"^16 bytes at 67108856 reach outside segment 0 of 67108864 bytes$"
+    ):
         getattr(mapping, method)(0, 64 * MIB - 8, 16)
     assert torch_works()
 
@@ -266,7 +293,11 @@ def test_private_copy_costs_its_segment_once(mapping: CudaMapping) -> None:
     copy = mapping.private_copy(1)
     views = [copy.view(start, 512) for start in range(0, MIB, 512)]
     assert torch.cuda.memory_allocated() - allocated == 32 * MIB
-    assert len({view.untyped_storage()._cdata for view in views}) == len({view.data_ptr() for view in views}) == 2048
+    assert (
+        len({view.untyped_storage()._cdata for view in views})
+        == len({view.data_ptr() for view in views})
+        == 2048
+    )
     del copy
     assert torch.cuda.memory_allocated() - allocated == 32 * MIB
     del views
@@ -276,7 +307,8 @@ def test_private_copy_costs_its_segment_once(mapping: CudaMapping) -> None:
 def test_private_copy_outlives_the_mapping(backend: CudaBackend) -> None:
     before = settled_free_bytes(backend)
     mapping = backend.map(published(backend, GIB, 2 * MIB), [GIB, 2 * MIB])
-    # Else torch would carve the copy out of the cached block that held the pattern, and keep all of that.
+    # Else torch would carve the copy out of the cached block that held the pattern, and keep all of
+    # that.
     torch.cuda.empty_cache()
     tensor = mapping.private_copy(1).view(0, 2 * MIB)
     mapping.close()
@@ -377,7 +409,9 @@ def torch_works() -> bool:
 
 
 @pytest.mark.parametrize("kind", ["memfd", "null", "pipe"])
-def test_descriptor_of_something_else_is_refused_without_a_trace(backend: CudaBackend, kind: str) -> None:
+def test_descriptor_of_something_else_is_refused_without_a_trace(
+    backend: CudaBackend, kind: str
+) -> None:
     (good,) = published(backend, 2 * MIB)
     if kind == "pipe":
         read_end, write_end = os.pipe()
@@ -385,16 +419,22 @@ def test_descriptor_of_something_else_is_refused_without_a_trace(backend: CudaBa
     else:
         read_end = os.memfd_create("other") if kind == "memfd" else os.open("/dev/null", os.O_RDWR)
     bad = OwnedFd(read_end)
-    with pytest.raises(SegmentError, match="descriptor of segment 1: cuMemImportFromShareableHandle: CUDA_ERROR_"):
+    with pytest.raises(
+        SegmentError, match="descriptor of segment 1: cuMemImportFromShareableHandle: CUDA_ERROR_"
+    ):
         backend.map([good, bad], [2 * MIB] * 2)
     assert good.closed
     assert bad.closed
     assert torch_works()
 
 
-def test_segment_smaller_than_its_index_says_is_refused_without_a_trace(backend: CudaBackend) -> None:
+def test_segment_smaller_than_its_index_says_is_refused_without_a_trace(
+    backend: CudaBackend,
+) -> None:
     fds = published(backend, 4 * MIB, 2 * MIB)
-    with pytest.raises(SegmentError, match=r"segment 1, 4194304 bytes: cuMemMap: CUDA_ERROR_.*another size"):
+    with pytest.raises(
+        SegmentError, match=r"segment 1, 4194304 bytes: cuMemMap: CUDA_ERROR_.*another size"
+    ):
         backend.map(fds, [4 * MIB, 4 * MIB])
     assert all(fd.closed for fd in fds)
     assert torch_works()
@@ -429,7 +469,9 @@ def test_torch_works_on_after_a_backend_is_gone(gpu_uuid: str) -> None:
 def test_machine_describes_its_gpus(backend: CudaBackend) -> None:
     (gpu,) = [gpu for gpu in devices.list_gpus() if gpu.uuid == backend.device]
     free, total = devices.free_and_total_bytes(backend.device)
-    print(f"\n{gpu}\n{backend.driver()}\n{backend.persistence_warning()}\n{devices.holders(backend.device)}")
+    print(
+        f"\n{gpu}\n{backend.driver()}\n{backend.persistence_warning()}\n{devices.holders(backend.device)}"
+    )
     assert gpu.name == torch.cuda.get_device_name(0)
     assert 0 < free < total == gpu.total_bytes
     # The runtime holds back a part of what NVML counts.
@@ -456,8 +498,14 @@ def test_gibibyte_segments_map_within_milliseconds(backend: CudaBackend, count: 
         unmap_s.append(time.perf_counter() - started)
     for fd in fds:
         fd.close()
-    for what, times in (("import + map", map_s), (f"{64 * count} views", tensors_s), ("unmap", unmap_s)):
+    for what, times in (
+        ("import + map", map_s),
+        (f"{64 * count} views", tensors_s),
+        ("unmap", unmap_s),
+    ):
         low, middle, high = min(times), statistics.median(times), max(times)
-        print(f"\n{count} x 1 GiB {what}: {low * 1e3:.2f} / {middle * 1e3:.2f} / {high * 1e3:.2f} ms (min/median/max)")
+        print(
+            f"\n{count} x 1 GiB {what}: {low * 1e3:.2f} / {middle * 1e3:.2f} / {high * 1e3:.2f} ms (min/median/max)"
+        )
     # Far above what was ever seen, far below what a copy of the bytes would take.
     assert statistics.median(map_s) < 0.1

@@ -1,4 +1,5 @@
-"""MTP and EAGLE3 drafts on a GPU: cached beside their target, mapped by a real engine, right as often as from disk.
+"""MTP and EAGLE3 drafts on a GPU: cached beside their target, mapped by a real engine, right as
+often as from disk.
 
 PYTHONPATH=. python3 -m pytest tests/gpu/test_drafts.py
 """
@@ -21,9 +22,21 @@ MIB = 1 << 20
 DRAFTS = ("eagle3", "mtp")
 # Drafts large enough that one counted twice, or not at all, shows in the number of KV blocks.
 SHAPE = Shape(
-    hidden=2048, intermediate=8192, layers=4, heads=16, kv_heads=8, vocab=64_000, draft_vocab=48_000, dtype="bfloat16"
+    hidden=2048,
+    intermediate=8192,
+    layers=4,
+    heads=16,
+    kv_heads=8,
+    vocab=64_000,
+    draft_vocab=48_000,
+    dtype="bfloat16",
 )
-ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True, "disable_log_stats": False}
+ENGINE = {
+    "gpu_memory_utilization": 0.2,
+    "max_model_len": 1024,
+    "enforce_eager": True,
+    "disable_log_stats": False,
+}
 EMBEDDING_BYTES = SHAPE.vocab * SHAPE.hidden * 2
 
 
@@ -31,7 +44,11 @@ EMBEDDING_BYTES = SHAPE.vocab * SHAPE.hidden * 2
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Engine arguments by draft."""
     base, maker = tmp_path_factory.mktemp("drafts"), Maker(SHAPE, device="cuda")
-    eagle3 = {"method": "eagle3", "model": str(write_eagle3(base / "eagle3", maker)), "num_speculative_tokens": 3}
+    eagle3 = {
+        "method": "eagle3",
+        "model": str(write_eagle3(base / "eagle3", maker)),
+        "num_speculative_tokens": 3,
+    }
     return {
         "eagle3": {"model": str(write_llama(base / "target", maker)), "speculative_config": eagle3},
         "mtp": {
@@ -61,7 +78,9 @@ def service(arguments: dict[str, dict[str, Any]], device: str, memory: Memory) -
         before = settled(memory)
         started = service.ctl("start", device, check=False)
         assert started.returncode == 0, started.stdout + started.stderr
-        service.extra_bytes = settled(memory) - before - sum(cache["bytes"] for cache in service.caches(device))
+        service.extra_bytes = (
+            settled(memory) - before - sum(cache["bytes"] for cache in service.caches(device))
+        )
         yield service
         service.ctl("stop", device, check=False)
 
@@ -96,7 +115,9 @@ def test_tokens_acceptance_and_kv_blocks_are_those_of_a_load_from_disk(
     assert "all digests equal" in service.ctl("verify", f"{name}/draft").stdout
 
 
-def test_status_shows_what_the_device_holds_for_target_and_draft(service: Started, device: str) -> None:
+def test_status_shows_what_the_device_holds_for_target_and_draft(
+    service: Started, device: str
+) -> None:
     assert abs(service.extra_bytes) <= 64 * MIB
     bytes_of = {cache["name"]: cache["bytes"] for cache in service.caches(device)}
     assert sorted(bytes_of) == [f"{name}/{role}" for name in DRAFTS for role in ("draft", "target")]

@@ -21,9 +21,16 @@ from tests.engine.conftest import ROOT, Engines, Service
 from tests.systemd.manager import PrivateManager
 
 ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True}
-SHAPE = {"hidden": 1024, "intermediate": 2816, "layers": 6, "heads": 16, "kv_heads": 8, "vocab": 16000}
-# What each cached model is, and the engine arguments with which it is loaded from disk as well. The other
-# quantizations and architectures are test_quantization.py's.
+SHAPE = {
+    "hidden": 1024,
+    "intermediate": 2816,
+    "layers": 6,
+    "heads": 16,
+    "kv_heads": 8,
+    "vocab": 16000,
+}
+# What each cached model is, and the engine arguments with which it is loaded from disk as well. The
+# other quantizations and architectures are test_quantization.py's.
 MODELS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "tied": {"tied": True},
@@ -50,7 +57,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def service(manager: PrivateManager, checkpoints: dict[str, Path], device: str) -> Iterator[Service]:
+def service(
+    manager: PrivateManager, checkpoints: dict[str, Path], device: str
+) -> Iterator[Service]:
     """All models served by one daemon."""
     service = Service(manager)
     service.manifest(
@@ -58,7 +67,11 @@ def service(manager: PrivateManager, checkpoints: dict[str, Path], device: str) 
             {
                 "name": name,
                 "devices": [device],
-                "engine": {"model": str(path), "max_model_len": 1024, **MODELS[name].get("engine", {})},
+                "engine": {
+                    "model": str(path),
+                    "max_model_len": 1024,
+                    **MODELS[name].get("engine", {}),
+                },
             }
             for name, path in checkpoints.items()
         )
@@ -78,7 +91,9 @@ def test_attached_engine_decodes_what_one_from_disk_decodes(
     arguments = ENGINE | MODELS[name].get("engine", {})
     disk = engines.tokens(checkpoints[name], **arguments)
     assert len({tuple(tokens) for tokens in disk}) > 1
-    attached = engines.tokens(checkpoints[name], "ipc_cache", loader={"fallback": False}, **arguments)
+    attached = engines.tokens(
+        checkpoints[name], "ipc_cache", loader={"fallback": False}, **arguments
+    )
     assert attached == disk
     engines.ask(close=True)
     verified = service.ctl("verify", f"{name}/target")
@@ -101,14 +116,19 @@ def test_engine_with_copies_of_its_own_gives_the_cache_back(
     service: Service, engines: Engines, checkpoints: dict[str, Path], device: str, memory: Memory
 ) -> None:
     disk = engines.tokens(checkpoints["tied"], **ENGINE)
-    copied = engines.tokens(checkpoints["tied"], "ipc_cache", loader={"fallback": False, "mode": "copy"}, **ENGINE)
+    copied = engines.tokens(
+        checkpoints["tied"], "ipc_cache", loader={"fallback": False, "mode": "copy"}, **ENGINE
+    )
     assert copied == disk
     states = {cache["name"]: cache["state"] for cache in service.caches(device)}
     assert states["tied/target"] == "released"
     service.ctl("reload", device)
     engines.ask(close=True)
     assert {cache["state"] for cache in service.caches(device)} == {"ready"}
-    assert engines.tokens(checkpoints["tied"], "ipc_cache", loader={"fallback": False}, **ENGINE) == disk
+    assert (
+        engines.tokens(checkpoints["tied"], "ipc_cache", loader={"fallback": False}, **ENGINE)
+        == disk
+    )
     engines.ask(close=True)
 
 
@@ -131,13 +151,26 @@ def test_kernel_that_writes_into_a_shared_parameter_fails_and_changes_nothing(
 
 
 def test_engine_in_its_own_namespaces_attaches(
-    service: Service, engines: Engines, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: Service,
+    engines: Engines,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in service.env.items():
         monkeypatch.setenv(name, value)
     disk = engines.tokens(checkpoints["bf16"], **ENGINE)
     engines.ask(close=True)
-    apart = ("unshare", "--pid", "--ipc", "--mount", "--net", "--mount-proc", "--fork", "--kill-child")
+    apart = (
+        "unshare",
+        "--pid",
+        "--ipc",
+        "--mount",
+        "--net",
+        "--mount-proc",
+        "--fork",
+        "--kill-child",
+    )
     # A new network namespace has its loopback down, and the engine's processes meet there.
     loopback = (
         "import fcntl, os, socket, struct, sys; "
@@ -146,5 +179,7 @@ def test_engine_in_its_own_namespaces_attaches(
     )
     options = ENGINE | {"model_loader_extra_config": {"fallback": False}}
     prefix = (*apart, sys.executable, "-c", loopback)
-    with Engine(str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "log", prefix=prefix) as engine:
+    with Engine(
+        str(checkpoints["bf16"]), "ipc_cache", options, tmp_path / "log", prefix=prefix
+    ) as engine:
         assert engine.first["tokens"] == disk

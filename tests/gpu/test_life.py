@@ -1,4 +1,5 @@
-"""A unit's whole life on a GPU: start, engines, kill -9, adoption, restart, stop; the memory comes back.
+"""A unit's whole life on a GPU: start, engines, kill -9, adoption, restart, stop; the memory comes
+back.
 
 PYTHONPATH=. python3 -m pytest tests/gpu/test_life.py
 """
@@ -39,16 +40,22 @@ def test_whole_life_of_a_unit_gives_all_memory_back(
     try:
         unit.start()
         index = unit.index()
-        assert memory.used() - before <= index.nbytes + 16 * MIB, "the daemon holds nothing beside the weights"
+        assert memory.used() - before <= index.nbytes + 16 * MIB, (
+            "the daemon holds nothing beside the weights"
+        )
         with Engine(model, "auto", options, tmp_path / "disk") as disk:
             expected, blocks = disk.first["tokens"], disk.first["kv_blocks"]
-        with Engine(model, "ipc_cache", options | {"model_loader_extra_config": loader}, tmp_path / "first") as engine:
+        with Engine(
+            model, "ipc_cache", options | {"model_loader_extra_config": loader}, tmp_path / "first"
+        ) as engine:
             assert engine.first["tokens"] == expected
             assert abs(engine.first["kv_blocks"] - blocks) <= 0.005 * blocks
             killed_at, _ = unit.kill()
             assert engine.again() == expected
             assert unit.bytes_read_since(killed_at) == 0
-        with Engine(model, "ipc_cache", options | {"model_loader_extra_config": loader}, tmp_path / "next") as engine:
+        with Engine(
+            model, "ipc_cache", options | {"model_loader_extra_config": loader}, tmp_path / "next"
+        ) as engine:
             assert engine.first["tokens"] == expected
         subprocess.run(["systemctl", "--user", "restart", unit.name], check=True)
         assert unit.status().caches[0].source == "adopted"

@@ -1,8 +1,10 @@
-"""Every quantization and architecture on a GPU: attached engines decode as engines that load from disk.
+"""Every quantization and architecture on a GPU: attached engines decode as engines that load from
+disk.
 
     PYTHONPATH=. python3 -m pytest tests/gpu/test_quantization.py [-k 'moe and not nvfp4']
 
-Only the selected models are loaded. Where OUT names a directory, OUT/quantization.jsonl gets a line for each model.
+Only the selected models are loaded. Where OUT names a directory, OUT/quantization.jsonl gets a line
+for each model.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from tests.gpu.conftest import visible
 from tests.gpu.lanes import BURST_TOKENS, Lanes, Result
 from tests.gpu.models import MODELS, make_checkpoints
 
-# kv_cache_memory_bytes: vLLM then measures no memory, which changes all the time with so many processes on the device.
+# kv_cache_memory_bytes: vLLM then measures no memory, which changes all the time with so many
+# processes on the device.
 ENGINE = {
     "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30, "max_model_len": 512, "max_num_seqs": 256,
     "max_num_batched_tokens": 2048, "enforce_eager": True,
 }  # fmt: skip
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
-# Three processes each, of which one is a loader child that is busy with vLLM's imports most of the time.
+# Three processes each, of which one is a loader child that is busy with vLLM's imports most of the
+# time.
 LANES = 6
 CORES_PER_LANE = 2
 TIMEOUT_S = 420.0
@@ -32,11 +36,15 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 
 @pytest.fixture(scope="module")
-def lanes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
+def lanes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Lanes]:
     """All selected models, being loaded."""
     items = [item for item in request.session.items if item.path == request.path]
     chosen = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
-    paths = make_checkpoints([name for name in MODELS if name in chosen], tmp_path_factory.mktemp("models"))
+    paths = make_checkpoints(
+        [name for name in MODELS if name in chosen], tmp_path_factory.mktemp("models")
+    )
     report = Path(os.environ["OUT"]) / "quantization.jsonl" if "OUT" in os.environ else None
     lanes = Lanes(
         paths, visible()[0], count=min(LANES, max(1, (os.cpu_count() or 1) // CORES_PER_LANE)), engine=ENGINE,
@@ -68,7 +76,9 @@ def result(lanes: Lanes, told: set[str], name: str) -> Result:
 def test_attached_engine_decodes_what_one_from_disk_decodes(result: Result) -> None:
     assert result.stage == "processed"
     assert result.distinct >= 20, "so few tokens would hide wrong weights"
-    assert result.repeatable, "the engine from disk decodes otherwise each time: nothing can be compared with it"
+    assert result.repeatable, (
+        "the engine from disk decodes otherwise each time: nothing can be compared with it"
+    )
     assert result.tokens_equal
 
 

@@ -1,10 +1,12 @@
-"""FlashInfer's real autotuner in the loader child: what it stores, and that the first engine finds it.
+"""FlashInfer's real autotuner in the loader child: what it stores, and that the first engine finds
+it.
 
     PYTHONPATH=. python3 -m pytest tests/gpu/test_tuning.py
 
-The one operation that FlashInfer tunes on Hopper without a KV cache is CUTLASS's grouped product of mixture-of-experts
-layers. Its kernels are compiled on first use, in the loader child, so nvcc and ninja are needed; in FlashInfer's own
-cache they outlive these tests. `-k 'not experts'` needs neither.
+The one operation that FlashInfer tunes on Hopper without a KV cache is CUTLASS's grouped product of
+mixture-of-experts layers. Its kernels are compiled on first use, in the loader child, so nvcc and
+ninja are needed; in FlashInfer's own cache they outlive these tests. `-k 'not experts'` needs
+neither.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from tests.gpu.test_engines import make
 from tests.systemd.manager import PrivateManager
 
 if importlib.util.find_spec("flashinfer") is None:
-    pytest.skip("FlashInfer is not installed: pip install flashinfer-python", allow_module_level=True)
+    pytest.skip(
+        "FlashInfer is not installed: pip install flashinfer-python", allow_module_level=True
+    )
 
 STORE = "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
 # As each tuned operation is called in the keys of the store.
@@ -49,8 +53,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def manager(store: Path) -> Iterator[PrivateManager]:
-    """Its units see FlashInfer. Sampling with it would be compiled as well, and is not what is looked at."""
-    with PrivateManager(ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0", STORE: str(store)}) as manager:
+    """Its units see FlashInfer. Sampling with it would be compiled as well, and is not what is
+    looked at.
+    """
+    with PrivateManager(
+        ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0", STORE: str(store)}
+    ) as manager:
         yield manager
 
 
@@ -71,12 +79,18 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(manager: PrivateManager, checkpoints: dict[str, Path], device: str, log: Path) -> Iterator[Service]:
-    """A daemon of models of which nothing is tuned: one runs no such operation, of the other it is switched off."""
+def service(
+    manager: PrivateManager, checkpoints: dict[str, Path], device: str, log: Path
+) -> Iterator[Service]:
+    """A daemon of models of which nothing is tuned: one runs no such operation, of the other it is
+    switched off.
+    """
     service = Service(manager)
     (manager.unit_dir / "weightcached@.service.d").mkdir()
     # This manager has no journal.
-    manager.write_unit("weightcached@.service.d/log.conf", f"[Service]\nStandardError=append:{log}\n")
+    manager.write_unit(
+        "weightcached@.service.d/log.conf", f"[Service]\nStandardError=append:{log}\n"
+    )
     service.manifest(*untuned(checkpoints, device))
     started = service.ctl("start", device, check=False)
     assert started.returncode == 0, started.stdout + started.stderr + log.read_text()[-5000:]
@@ -99,10 +113,14 @@ def entry(name: str, checkpoint: Path, device: str, **engine: Any) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def steps(service: Service, checkpoints: dict[str, Path], device: str, store: Path) -> list[tuple[str, str]]:
+def steps(
+    service: Service, checkpoints: dict[str, Path], device: str, store: Path
+) -> list[tuple[str, str]]:
     """States and phases of the model with experts while it is loaded beside the others."""
     assert operations(store) == set(), "something was tuned before"
-    service.manifest(*untuned(checkpoints, device), entry("experts", checkpoints["experts"], device, **EXPERTS))
+    service.manifest(
+        *untuned(checkpoints, device), entry("experts", checkpoints["experts"], device, **EXPERTS)
+    )
     seen: list[tuple[str, str]] = []
 
     def look() -> None:
@@ -122,32 +140,46 @@ def steps(service: Service, checkpoints: dict[str, Path], device: str, store: Pa
 
 def entries(store: Path) -> dict[str, str]:
     """What FlashInfer's managed store has, with its keys, by file."""
-    return {path.name: json.loads(path.read_text())["key"] for path in store.glob("v2/*/entries/*.json")}
+    return {
+        path.name: json.loads(path.read_text())["key"] for path in store.glob("v2/*/entries/*.json")
+    }
 
 
 def operations(store: Path) -> set[str]:
     """The tuned operations of which the store has an entry: the first field of their keys."""
-    return {ast.literal_eval(key.removeprefix("(").split(",", 1)[0]) for key in entries(store).values()}
+    return {
+        ast.literal_eval(key.removeprefix("(").split(",", 1)[0]) for key in entries(store).values()
+    }
 
 
 def test_dense_model_is_served_and_nothing_is_stored_where_nothing_can_be_tuned(
     service: Service, engines: Engines, checkpoints: dict[str, Path], device: str, store: Path
 ) -> None:
-    assert {cache["name"]: (cache["state"], cache["error"]) for cache in service.caches(device)} == {
+    assert {
+        cache["name"]: (cache["state"], cache["error"]) for cache in service.caches(device)
+    } == {
         "dense/target": ("ready", ""),
         "off/target": ("ready", ""),
     }
-    attached = engines.tokens(checkpoints["dense"], "ipc_cache", loader={"fallback": False}, **ENGINE)
+    attached = engines.tokens(
+        checkpoints["dense"], "ipc_cache", loader={"fallback": False}, **ENGINE
+    )
     assert engines.ask(call="tuning")["result"] == {"configurations": {}, "measured": {}}
     assert attached == engines.tokens(checkpoints["dense"], **ENGINE)
     engines.ask(close=True)
     assert operations(store) == set()
 
 
-def test_cache_of_experts_is_ready_once_they_are_tuned(steps: list[tuple[str, str]], log: Path) -> None:
+def test_cache_of_experts_is_ready_once_they_are_tuned(
+    steps: list[tuple[str, str]], log: Path
+) -> None:
     assert ("loading", "tuning") in steps, log.read_text()[-5000:]
     assert steps[-1] == ("ready", "")
-    said = [line for line in log.read_text().splitlines() if "cache=experts/target" in line and "FlashInfer" in line]
+    said = [
+        line
+        for line in log.read_text().splitlines()
+        if "cache=experts/target" in line and "FlashInfer" in line
+    ]
     assert said[-1].endswith("FlashInfer is tuned"), "\n".join(said)
 
 
@@ -156,12 +188,18 @@ def test_loader_stores_what_it_tuned_for_experts(steps: list[tuple[str, str]], s
 
 
 def test_first_engine_of_experts_finds_what_was_tuned_and_measures_nothing(
-    steps: list[tuple[str, str]], service: Service, checkpoints: dict[str, Path], store: Path, tmp_path: Path
+    steps: list[tuple[str, str]],
+    service: Service,
+    checkpoints: dict[str, Path],
+    store: Path,
+    tmp_path: Path,
 ) -> None:
     stored = entries(store)
     engines = Engines(service.env, tmp_path / "log")
     try:
-        attached = engines.tokens(checkpoints["experts"], "ipc_cache", loader={"fallback": False}, **EXPERTS, **ENGINE)
+        attached = engines.tokens(
+            checkpoints["experts"], "ipc_cache", loader={"fallback": False}, **EXPERTS, **ENGINE
+        )
         tuning = engines.ask(call="tuning")["result"]
         assert tuning["configurations"].keys() == OPERATIONS
         assert tuning["measured"] == {}
@@ -177,7 +215,9 @@ def test_engine_of_experts_without_the_store_measures_each_configuration(
 ) -> None:
     engines = Engines(service.env | {STORE: str(tmp_path / "another")}, tmp_path / "log")
     try:
-        engines.tokens(checkpoints["experts"], "ipc_cache", loader={"fallback": False}, **EXPERTS, **ENGINE)
+        engines.tokens(
+            checkpoints["experts"], "ipc_cache", loader={"fallback": False}, **EXPERTS, **ENGINE
+        )
         tuning = engines.ask(call="tuning")["result"]
     finally:
         engines.close()

@@ -1,4 +1,5 @@
-"""Models of two ranks on two GPUs, loaded alone or in an NCCL group, each attached by an engine of both.
+"""Models of two ranks on two GPUs, loaded alone or in an NCCL group, each attached by an engine of
+both.
 
 PYTHONPATH=. python3 -m pytest tests/gpu/test_two_gpus.py
 """
@@ -35,7 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def service(manager: PrivateManager, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def service(
+    manager: PrivateManager, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Service]:
     service = Service(manager)
     for name, value in service.env.items():
         monkeypatch.setenv(name, value)
@@ -49,7 +52,9 @@ def from_disk() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(("layout", "rendezvous"), [("tp", "solo"), ("tp", "group"), ("pp", "solo")])
+@pytest.mark.parametrize(
+    ("layout", "rendezvous"), [("tp", "solo"), ("tp", "group"), ("pp", "solo")]
+)
 def test_engine_on_two_gpus_decodes_what_one_from_disk_decodes(
     service: Service, gpus: list[str], model: Path, from_disk: dict[str, Any], tmp_path: Path, layout: str,
     rendezvous: str,
@@ -59,7 +64,11 @@ def test_engine_on_two_gpus_decodes_what_one_from_disk_decodes(
         with Engine(str(model), "auto", ENGINE | parallel, tmp_path / "disk") as disk:
             from_disk[layout] = disk.first["tokens"]
     assert len({tuple(tokens) for tokens in from_disk[layout]}) > 1
-    entry: dict[str, Any] = {"name": "two", "devices": gpus, "engine": {"model": str(model), "max_model_len": 1024}}
+    entry: dict[str, Any] = {
+        "name": "two",
+        "devices": gpus,
+        "engine": {"model": str(model), "max_model_len": 1024},
+    }
     entry["engine"] |= parallel
     if rendezvous == "group":
         entry["rendezvous"] = {"group": f"127.0.0.1:{GROUP_PORT}", "timeout_s": 120}

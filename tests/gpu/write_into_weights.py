@@ -1,4 +1,6 @@
-"""An engine that maps a cache and then does what nobody may: a kernel writes into a shared parameter."""
+"""An engine that maps a cache and then does what nobody may: a kernel writes into a shared
+parameter.
+"""
 
 from __future__ import annotations
 

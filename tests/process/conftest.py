@@ -66,7 +66,14 @@ class Engine:
 
     def __init__(self, daemon: DaemonProcess, checkpoint: Path, *flags: str) -> None:
         self.daemon_pid = daemon.pid
-        command = [sys.executable, "-m", "tests.fakes.engine", str(daemon.socket), str(checkpoint), *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fakes.engine",
+            str(daemon.socket),
+            str(checkpoint),
+            *flags,
+        ]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment()
         )

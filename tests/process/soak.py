@@ -2,7 +2,8 @@
 
     python -m tests.process.soak --seconds 1800 --seed 7
 
-Ends with the figures, or with the seed, the step and the last operations when an invariant is broken.
+Ends with the figures, or with the seed, the step and the last operations when an invariant is
+broken.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ from weightcached.wire.messages import (
 MAX_RSS_KIB = 64 * 1024
 MAX_ENGINES = 6
 CACHE = "tiny/target"
-FAULTS = ("sigkill-in-packing", "exception-in-packing", "garbage-in-packing", "corrupt-index", "truncated-descriptors")
+FAULTS = (
+    "sigkill-in-packing",
+    "exception-in-packing",
+    "garbage-in-packing",
+    "corrupt-index",
+    "truncated-descriptors",
+)
 
 
 @dataclasses.dataclass
@@ -75,13 +82,19 @@ def digest_of(handout: Handout) -> str:
 
 
 class Soak:
-    """The daemon, its engines, and what should be true of them: `served` is the digest of the generation, if any."""
+    """The daemon, its engines, and what should be true of them: `served` is the digest of the
+    generation, if any.
+    """
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.directory = directory
-        self.checkpoints = [write_checkpoint(directory / f"c{n}", seed=n, nbytes=3 * 512 * 1024) for n in (1, 2)]
-        self.digests = [hashlib.sha256((c / WEIGHTS).read_bytes()).hexdigest() for c in self.checkpoints]
+        self.checkpoints = [
+            write_checkpoint(directory / f"c{n}", seed=n, nbytes=3 * 512 * 1024) for n in (1, 2)
+        ]
+        self.digests = [
+            hashlib.sha256((c / WEIGHTS).read_bytes()).hexdigest() for c in self.checkpoints
+        ]
         self.inputs = fuzz.Inputs(seed, key_of({"model": str(self.checkpoints[0])}))
         self.daemon = DaemonProcess(directory)
         self.daemon.options = ["--log-level", "info"]
@@ -108,7 +121,9 @@ class Soak:
         options: dict[str, Any] = {"x_segments": self.segments, "x_spawns": str(self.spawns)} | (
             {"x_fault": fault} if fault else {}
         )
-        write_manifest(self.daemon.manifest, [model("tiny", self.checkpoints[self.current], **options)])
+        write_manifest(
+            self.daemon.manifest, [model("tiny", self.checkpoints[self.current], **options)]
+        )
 
     def change(self) -> None:
         self.current = self.random.randrange(2)
@@ -219,7 +234,8 @@ class Soak:
         engine = self.engines.pop()
         assert isinstance(engine.client.ask(Release()), Done)
         assert isinstance(
-            engine.client.ask(Attach(key=key_of({"model": str(self.checkpoints[self.current])}))), Released
+            engine.client.ask(Attach(key=key_of({"model": str(self.checkpoints[self.current])}))),
+            Released,
         )
         engine.close()
         self.served = None
@@ -320,13 +336,25 @@ class Soak:
         stored = cache.segments + 1 if self.served else 0
         assert daemon.manager
         manager = daemon.manager
-        until(lambda: len(manager.stored) == stored, f"{stored} descriptors are stored, {len(manager.stored)}")
-        until(lambda: sum("memfd" in t for t in daemon.descriptors()) == stored, f"the daemon holds {stored}")
-        pids = sorted([os.getpid()] * self.live() + [engine.process.pid for engine in self.reconnected()])
-        daemon.until(lambda s: sorted(e.pid for e in s.caches[0].engines) == pids, f"leases of {pids}")
+        until(
+            lambda: len(manager.stored) == stored,
+            f"{stored} descriptors are stored, {len(manager.stored)}",
+        )
+        until(
+            lambda: sum("memfd" in t for t in daemon.descriptors()) == stored,
+            f"the daemon holds {stored}",
+        )
+        pids = sorted(
+            [os.getpid()] * self.live() + [engine.process.pid for engine in self.reconnected()]
+        )
+        daemon.until(
+            lambda s: sorted(e.pid for e in s.caches[0].engines) == pids, f"leases of {pids}"
+        )
         if self.served:
             with daemon.client() as client:
-                reply = client.ask(Attach(key=key_of({"model": str(self.checkpoints[self.current])})))
+                reply = client.ask(
+                    Attach(key=key_of({"model": str(self.checkpoints[self.current])}))
+                )
                 while isinstance(reply, Loading):
                     reply = client.receive()
                 assert isinstance(reply, Ready), reply
@@ -344,7 +372,8 @@ class Soak:
         self.rss_kib.append(int(text.split("VmRSS:")[1].split()[0]))
         assert self.rss_kib[-1] < MAX_RSS_KIB
         children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children")
-        # An input may have made it digest a checkpoint, with the priority that is left over on a busy machine.
+        # An input may have made it digest a checkpoint, with the priority that is left over on a
+        # busy machine.
         until(lambda: children.read_text() == "", "it has no child", bound_s=300)
         log = daemon.log
         # A loader's traceback stands behind a prefix.
@@ -400,7 +429,9 @@ class Soak:
 
 
 def soak(seconds: float, seed: int) -> dict[str, object]:
-    """Run for so long; returns the figures. Raises AssertionError with seed, step and the last operations."""
+    """Run for so long; returns the figures. Raises AssertionError with seed, step and the last
+    operations.
+    """
     directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
     run = Soak(directory, seed)
     deadline_s = time.monotonic() + seconds
@@ -435,7 +466,9 @@ def soak(seconds: float, seed: int) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -12,7 +12,14 @@ import msgspec
 import xxhash
 
 from tests.fakes import pauses
-from tests.fakes.checkpoints import MIB, WEIGHTS, identity_of, key_of, with_checkpoint, write_checkpoint
+from tests.fakes.checkpoints import (
+    MIB,
+    WEIGHTS,
+    identity_of,
+    key_of,
+    with_checkpoint,
+    write_checkpoint,
+)
 from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
 from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.index.key import WeightCacheKey
@@ -38,16 +45,22 @@ def key(checkpoint: Path, **engine: object) -> WeightCacheKey:
     return key_of({"model": str(checkpoint), **engine})
 
 
-def test_ready_brings_index_and_segments_with_the_checkpoints_bytes(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_ready_brings_index_and_segments_with_the_checkpoints_bytes(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     with daemon.client() as engine:
         handout = engine.attach(key(checkpoint))
         data = read_sealed(handout.index_fd.fileno(), max_nbytes=MAX_INDEX_BYTES)
         index = decode(data)
-        pieces = [os.pread(fd.fileno(), os.fstat(fd.fileno()).st_size, 0) for fd in handout.segment_fds]
+        pieces = [
+            os.pread(fd.fileno(), os.fstat(fd.fileno()).st_size, 0) for fd in handout.segment_fds
+        ]
         assert all(is_sealed(fd.fileno()) for fd in handout.segment_fds)
         handout.close()
     assert b"".join(pieces) == (checkpoint / WEIGHTS).read_bytes()
-    assert [xxhash.xxh3_128(piece).digest() for piece in pieces] == [s.digest for s in index.storages]
+    assert [xxhash.xxh3_128(piece).digest() for piece in pieces] == [
+        s.digest for s in index.storages
+    ]
     assert handout.ready == Ready(
         cache="tiny/target",
         generation=1,
@@ -58,17 +71,23 @@ def test_ready_brings_index_and_segments_with_the_checkpoints_bytes(daemon: Daem
     )
 
 
-def test_more_segments_than_fit_in_one_packet_arrive_in_order(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_more_segments_than_fit_in_one_packet_arrive_in_order(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_segments=600)]).start()
     with daemon.client() as engine:
         handout = engine.attach(key(checkpoint))
-        pieces = [os.pread(fd.fileno(), os.fstat(fd.fileno()).st_size, 0) for fd in handout.segment_fds]
+        pieces = [
+            os.pread(fd.fileno(), os.fstat(fd.fileno()).st_size, 0) for fd in handout.segment_fds
+        ]
         handout.close()
     assert len(pieces) == 600
     assert b"".join(pieces)[: 3 * MIB] == (checkpoint / WEIGHTS).read_bytes()
 
 
-def test_memory_gives_the_counts_without_descriptors_or_lease(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_memory_gives_the_counts_without_descriptors_or_lease(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     with daemon.client() as engine:
         ready = engine.expect(Memory(key=key(checkpoint)), Ready)
         assert (ready.nbytes, ready.descriptors) == (3 * MIB, 0)
@@ -102,7 +121,9 @@ def test_absent_for_a_role_that_no_cache_has(daemon: DaemonProcess, checkpoint: 
     assert absent.reason == "no cache in role draft on cpu0: the manifest gives it tiny/target"
 
 
-def test_failed_carries_the_loaders_error(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_failed_carries_the_loaders_error(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     other = write_checkpoint(short_tmp / "other", seed=2)
     faulty = model("faulty", other, x_fault="exception-in-packing", dtype="float16")
     daemon = make_daemon([model("tiny", checkpoint), faulty]).start()
@@ -115,7 +136,9 @@ def test_failed_carries_the_loaders_error(make_daemon: Launcher, checkpoint: Pat
     )
 
 
-def test_waiting_engine_gets_loading_and_then_its_weights(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+def test_waiting_engine_gets_loading_and_then_its_weights(
+    make_daemon: Launcher, checkpoint: Path, gate: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_gate=str(gate))]).launch()
     daemon.notified("weights")
     with daemon.client() as engine:
@@ -147,7 +170,10 @@ def test_engine_that_comes_before_the_manifest_was_read_waits_for_it(
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.module, daemon.env = "tests.fakes.pauses", {pauses.VARIABLE: str(held.directory)}
     daemon.launch()
-    until(lambda: held.reached("manifest") and daemon.answer() is not None, "it serves and reads its manifest")
+    until(
+        lambda: held.reached("manifest") and daemon.answer() is not None,
+        "it serves and reads its manifest",
+    )
     assert (daemon.status().state, daemon.status().caches) == ("loading", [])
     with daemon.client() as engine, daemon.client() as other:
         engine.send(Attach(key=key(checkpoint)))
@@ -163,8 +189,12 @@ def test_engine_that_comes_before_the_manifest_was_read_waits_for_it(
         assert isinstance(other.receive(), Loading | Ready)
 
 
-def test_unknown_key_may_match_until_the_loader_says_it(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
-    """Before the loader knows its key any engine of that role waits; afterwards a stranger is told."""
+def test_unknown_key_may_match_until_the_loader_says_it(
+    make_daemon: Launcher, checkpoint: Path, gate: Path
+) -> None:
+    """Before the loader knows its key any engine of that role waits; afterwards a stranger is
+    told.
+    """
     daemon = make_daemon([model("tiny", checkpoint, x_gate_before_key=str(gate))]).launch()
     daemon.notified("configuring")
     with daemon.client() as engine:
@@ -214,7 +244,9 @@ def test_daemons_own_digest_is_made_once(daemon: DaemonProcess, short_tmp: Path)
 def test_while_the_daemon_digests_the_engine_waits(daemon: DaemonProcess, short_tmp: Path) -> None:
     copy = write_checkpoint(short_tmp / "copy")
     with daemon.client() as engine:
-        loading = engine.expect(Attach(key=with_checkpoint(key(copy), full=full_digest(copy))), Loading)
+        loading = engine.expect(
+            Attach(key=with_checkpoint(key(copy), full=full_digest(copy))), Loading
+        )
     assert (loading.cache, loading.phase) == ("tiny/target", "digest")
 
 
@@ -248,14 +280,18 @@ def test_checkpoint_changed_after_the_load_is_a_mismatch(
     assert (field.field, field.cached) == ("checkpoint", f"{checkpoint} ({CHANGED})")
 
 
-def test_sampled_identity_stops_at_the_sample(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_sampled_identity_stops_at_the_sample(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     copy = write_checkpoint(short_tmp / "copy")
     daemon = make_daemon([{**model("tiny", checkpoint), "identity": "sampled"}]).start()
     with daemon.client() as engine:
         engine.attach(key(copy)).close()
 
 
-def test_equal_checkpoint_wins_over_an_undecided_one(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_equal_checkpoint_wins_over_an_undecided_one(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     """A base model and its fine-tune have one architecture; each engine gets its own."""
     tuned = write_checkpoint(short_tmp / "tuned", seed=2)
     daemon = make_daemon([model("base", checkpoint), model("tuned", tuned)]).start()
@@ -269,11 +305,15 @@ def full_digest(checkpoint: Path) -> str:
     """As the engine makes it, by the identity's own command."""
     identity = msgspec.json.encode(identity_of(checkpoint))
     command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
-    done = subprocess.run(command, input=identity, capture_output=True, check=True, env=environment())
+    done = subprocess.run(
+        command, input=identity, capture_output=True, check=True, env=environment()
+    )
     return msgspec.json.decode(done.stdout, type=CheckpointIdentity).full
 
 
-def test_manifest_written_while_serving_changes_nothing_by_itself(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_manifest_written_while_serving_changes_nothing_by_itself(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     write_manifest(daemon.manifest, [model("other", checkpoint)])
     with daemon.client() as engine:
         engine.attach(key(checkpoint)).close()

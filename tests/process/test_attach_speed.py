@@ -1,6 +1,8 @@
-"""Attaching a model of 1 GiB takes milliseconds, 32 engines at once get it, and the daemon stays small meanwhile.
+"""Attaching a model of 1 GiB takes milliseconds, 32 engines at once get it, and the daemon stays
+small meanwhile.
 
-Times are the best of a few: the machine is shared. What vLLM adds (building the model) is measured in bench/.
+Times are the best of a few: the machine is shared. What vLLM adds (building the model) is measured
+in bench/.
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ def checkpoint(short_tmp: Path) -> Path:
 def daemon(make_daemon: Callable[..., DaemonProcess], checkpoint: Path) -> Iterator[DaemonProcess]:
     """A daemon that serves 1 GiB in 450 tensors, of which 150 are small, in 5 segments."""
     # Two of three tensors are large.
-    size: dict[str, Any] = {"x_nbytes": 1536 * MIB, "x_tensors": TENSORS, "x_segment_nbytes": 256 * MIB}
+    size: dict[str, Any] = {
+        "x_nbytes": 1536 * MIB,
+        "x_tensors": TENSORS,
+        "x_segment_nbytes": 256 * MIB,
+    }
     daemon = make_daemon([model("large", checkpoint, **size)])
     daemon.loader_command = LOADER
     yield daemon.start()
@@ -60,11 +66,17 @@ def daemon(make_daemon: Callable[..., DaemonProcess], checkpoint: Path) -> Itera
 
 
 def attach(daemon: DaemonProcess, checkpoint: Path) -> Engine:
-    """All that an engine does from connecting to bound tensors, but for the model's own construction."""
+    """All that an engine does from connecting to bound tensors, but for the model's own
+    construction.
+    """
     key = key_of({"model": str(checkpoint)})
-    attachment = client.attach(daemon.socket, key, connect_timeout_s=BOUND_S, state_timeout_s=BOUND_S)
+    attachment = client.attach(
+        daemon.socket, key, connect_timeout_s=BOUND_S, state_timeout_s=BOUND_S
+    )
     index = attachment.tensor_index
-    mapping = open_backend(daemon.device).map(attachment.fds, [segment.nbytes for segment in index.segments])
+    mapping = open_backend(daemon.device).map(
+        attachment.fds, [segment.nbytes for segment in index.segments]
+    )
     storages = Storages(index, mapping, torch.device("cpu"), copy=False)
     tensors = [tensor_of(record, storages) for record in index.tensors]
     mapping.close()
@@ -79,7 +91,9 @@ def check(engine: Engine) -> None:
 
 def memory(pid: int) -> dict[str, int]:
     """Bytes by the names of /proc/PID/status."""
-    found = re.findall(r"^(\w+):\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    found = re.findall(
+        r"^(\w+):\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
     return {name: int(kilobytes) * 1024 for name, kilobytes in found}
 
 
@@ -95,11 +109,17 @@ def test_attaching_a_gibibyte_takes_milliseconds(daemon: DaemonProcess, checkpoi
     assert 1023 * MIB < sum(tensor.nbytes for tensor in engine.tensors) < 1025 * MIB
     assert (len(engine.tensors), len(index.segments)) == (TENSORS, 5)
     assert sum(tensor.nbytes == SMALL_NBYTES for tensor in engine.tensors) == TENSORS // 3
-    print(f"\nattached {index.nbytes / MIB:.0f} MiB: " + ", ".join(f"{1e3 * s:.1f}" for s in seconds) + " ms")
+    print(
+        f"\nattached {index.nbytes / MIB:.0f} MiB: "
+        + ", ".join(f"{1e3 * s:.1f}" for s in seconds)
+        + " ms"
+    )
     assert min(seconds) <= ATTACH_LIMIT_S, seconds
 
 
-def test_many_engines_at_once_all_attach_and_the_daemon_stays_small(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_many_engines_at_once_all_attach_and_the_daemon_stays_small(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     start = threading.Barrier(ENGINES)
     engines: list[Engine] = []
     seconds: list[float] = []
@@ -134,18 +154,26 @@ def test_many_engines_at_once_all_attach_and_the_daemon_stays_small(daemon: Daem
     daemon.until(lambda status: not status.caches[0].engines, "all leases given back")
 
 
-def test_daemon_that_serves_has_loaded_neither_torch_nor_numpy(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_daemon_that_serves_has_loaded_neither_torch_nor_numpy(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     attach(daemon, checkpoint).close()
     libraries = set(re.findall(r"/\S+", Path(f"/proc/{daemon.pid}/maps").read_text()))
     assert any("msgspec" in library for library in libraries)
     assert [lib for lib in libraries if re.search(r"torch|vllm|numpy|libcuda|libnvidia", lib)] == []
 
 
-def test_attached_bytes_have_the_digests_of_the_index(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_attached_bytes_have_the_digests_of_the_index(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
-    attachment = client.attach(daemon.socket, key, connect_timeout_s=BOUND_S, state_timeout_s=BOUND_S)
+    attachment = client.attach(
+        daemon.socket, key, connect_timeout_s=BOUND_S, state_timeout_s=BOUND_S
+    )
     index = attachment.tensor_index
-    mapping = open_backend(daemon.device).map(attachment.fds, [segment.nbytes for segment in index.segments])
+    mapping = open_backend(daemon.device).map(
+        attachment.fds, [segment.nbytes for segment in index.segments]
+    )
     assert list(wrong_storages(index, mapping)) == []
     attachment.close()
     mapping.close()

@@ -1,4 +1,6 @@
-"""weightcachectl explain beside a real daemon: what is served, and what its loader's proof has refused."""
+"""weightcachectl explain beside a real daemon: what is served, and what its loader's proof has
+refused.
+"""
 
 from __future__ import annotations
 

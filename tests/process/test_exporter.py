@@ -1,4 +1,6 @@
-"""`weightcached exporter` over real HTTP, with real daemons; its metrics are read by Prometheus's own parser."""
+"""`weightcached exporter` over real HTTP, with real daemons; its metrics are read by Prometheus's
+own parser.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
-from tests.fakes.daemon import BOUND_S, ROOT, DaemonProcess, ManagerSocket, environment, model, write_manifest
+from tests.fakes.daemon import (
+    BOUND_S,
+    ROOT,
+    DaemonProcess,
+    ManagerSocket,
+    environment,
+    model,
+    write_manifest,
+)
 from tests.process.test_preload import Launcher as PreloadLauncher
 from tests.process.test_preload import launch
 from weightcached.wire.messages import Attach, Done, Fallback, Mismatch, Reload, ReloadReply
@@ -39,7 +49,13 @@ class Exporter:
         self.manager = ManagerSocket(f"@weightcached-exporter-{os.getpid()}-{time.monotonic_ns()}")
         self.log_path = directory / "exporter.log"
         command = [sys.executable, "-m", "weightcached", "exporter", "--port", "0"]
-        command += ["--manifest", str(directory / "manifest.yaml"), "--socket-dir", str(directory / "run"), *arguments]
+        command += [
+            "--manifest",
+            str(directory / "manifest.yaml"),
+            "--socket-dir",
+            str(directory / "run"),
+            *arguments,
+        ]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 command, stderr=log, cwd=ROOT, env=environment(NOTIFY_SOCKET=self.manager.address)
@@ -137,7 +153,9 @@ def test_health_names_each_cache_that_is_not_ready_and_why(
     make_daemon: Launcher, checkpoint: Path, exporter: Callable[..., Exporter]
 ) -> None:
     bad = model("bad", checkpoint, x_fault="refuse-in-packing")
-    daemon = make_daemon([model("good", checkpoint), bad, model("elsewhere", checkpoint, "cpu1")]).start()
+    daemon = make_daemon(
+        [model("good", checkpoint), bad, model("elsewhere", checkpoint, "cpu1")]
+    ).start()
     (error,) = [cache.error for cache in daemon.status().caches if cache.name == "bad/target"]
     socket_path = daemon.runtime / "cpu1.sock"
     assert exporter().get("/health") == (
@@ -155,7 +173,10 @@ def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
     node.until(200)
     tiny = model("tiny", checkpoint)
     for state, fault, expected in (("failed", "refuse-in-packing", 503), ("loaded", "", 200)):
-        write_manifest(daemon.manifest, [tiny, model("second", checkpoint, **({"x_fault": fault} if fault else {}))])
+        write_manifest(
+            daemon.manifest,
+            [tiny, model("second", checkpoint, **({"x_fault": fault} if fault else {}))],
+        )
         outcome = reload(daemon)["second/target"]
         took_s, text = node.until(expected)
         assert (outcome, took_s < ALARM_S) == (state, True)
@@ -247,11 +268,15 @@ def test_metrics_count_restarts_adoptions_and_daemons_that_are_gone(
     assert node.samples()["weightcached_up", "cpu0"] == 0
 
 
-def test_preloads_health_port_is_the_exporter(launch: PreloadLauncher, checkpoint: Path, gate: Path) -> None:
+def test_preloads_health_port_is_the_exporter(
+    launch: PreloadLauncher, checkpoint: Path, gate: Path
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    preload = launch("--model", str(checkpoint), "--weight-cache-health-port", str(port), "--x-gate", str(gate))
+    preload = launch(
+        "--model", str(checkpoint), "--weight-cache-health-port", str(port), "--x-gate", str(gate)
+    )
     preload.loads()
     deadline_s = time.monotonic() + BOUND_S
     while True:
@@ -267,8 +292,12 @@ def test_preloads_health_port_is_the_exporter(launch: PreloadLauncher, checkpoin
     assert preload.stop() == 0
 
 
-def test_preloads_health_host_is_the_only_address(launch: PreloadLauncher, checkpoint: Path) -> None:
-    """By default 127.0.0.1: any address of 127.0.0.0/8 is this machine's, so another of them tells."""
+def test_preloads_health_host_is_the_only_address(
+    launch: PreloadLauncher, checkpoint: Path
+) -> None:
+    """By default 127.0.0.1: any address of 127.0.0.0/8 is this machine's, so another of them
+    tells.
+    """
     for options, listens, refuses in (
         ([], "127.0.0.1", "127.0.0.2"),
         (["--weight-cache-health-host", "127.0.0.2"], "127.0.0.2", "127.0.0.1"),
@@ -276,24 +305,33 @@ def test_preloads_health_host_is_the_only_address(launch: PreloadLauncher, check
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        preload = launch("--model", str(checkpoint), "--weight-cache-health-port", str(port), *options).start()
+        preload = launch(
+            "--model", str(checkpoint), "--weight-cache-health-port", str(port), *options
+        ).start()
         socket.create_connection((listens, port), timeout=BOUND_S).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((refuses, port), timeout=BOUND_S)
         assert preload.stop() == 0
 
 
-def test_preload_with_a_port_in_use_ends_with_the_exporters_status(launch: PreloadLauncher, checkpoint: Path) -> None:
+def test_preload_with_a_port_in_use_ends_with_the_exporters_status(
+    launch: PreloadLauncher, checkpoint: Path
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         preload = launch("--model", str(checkpoint), "--weight-cache-health-port", str(port))
         assert preload.wait() == 1
-    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in preload.log
+    assert (
+        f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port"
+        in preload.log
+    )
 
 
-def test_exporter_ends_in_order_and_knows_two_paths(daemon: DaemonProcess, exporter: Callable[..., Exporter]) -> None:
+def test_exporter_ends_in_order_and_knows_two_paths(
+    daemon: DaemonProcess, exporter: Callable[..., Exporter]
+) -> None:
     node = exporter()
     assert node.get("/") == (404, "there are /health and /metrics\n")
     node.process.send_signal(signal.SIGTERM)
@@ -313,5 +351,7 @@ def test_dashboard_asks_only_for_metrics_that_exist(
     dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(expressions) >= 10
-    asked = {name for expression in expressions for name in re.findall(r"weightcached_\w+", expression)}
+    asked = {
+        name for expression in expressions for name in re.findall(r"weightcached_\w+", expression)
+    }
     assert asked == known - {"weightcached_attach_seconds_created"}

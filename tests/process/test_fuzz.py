@@ -1,4 +1,6 @@
-"""Wild messages at a real daemon: each is answered, and what it serves stays as it was. bench/fuzz.py sends more."""
+"""Wild messages at a real daemon: each is answered, and what it serves stays as it was.
+bench/fuzz.py sends more.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,17 @@ text = st.text(max_size=40)
 name = st.text(min_size=1, max_size=300)
 count = st.integers(min_value=0, max_value=2**63 - 1)
 files = st.builds(
-    FileRecord, name=text, device=st.integers(0, 2**63 - 1), inode=count, size=count, mtime_ns=count, ctime_ns=count
+    FileRecord,
+    name=text,
+    device=st.integers(0, 2**63 - 1),
+    inode=count,
+    size=count,
+    mtime_ns=count,
+    ctime_ns=count,
 )
-checkpoints = st.builds(CheckpointIdentity, root=text, files=st.lists(files, max_size=4), sample=text, full=text)
+checkpoints = st.builds(
+    CheckpointIdentity, root=text, files=st.lists(files, max_size=4), sample=text, full=text
+)
 keys = st.builds(
     WeightCacheKey,
     checkpoint=checkpoints,
@@ -77,11 +87,19 @@ messages: st.SearchStrategy[Message] = st.one_of(
 
 # ---- ill-typed
 
-scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | text | st.binary(max_size=40)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | text
+    | st.binary(max_size=40)
+)
 values = st.recursive(
     scalars,
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(text | st.sampled_from(["type", "key"]), inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(text | st.sampled_from(["type", "key"]), inner, max_size=4)
     ),
     max_leaves=12,
 )
@@ -93,7 +111,9 @@ def ill_typed(draw: st.DrawFn) -> bytes:
     tree: Any = msgspec.msgpack.decode(encode(draw(messages)))
     node = tree
     while isinstance(node, dict | list) and node:
-        place = draw(st.sampled_from(sorted(node, key=repr) if isinstance(node, dict) else range(len(node))))
+        place = draw(
+            st.sampled_from(sorted(node, key=repr) if isinstance(node, dict) else range(len(node)))
+        )
         inner = node[place]
         if isinstance(inner, dict | list) and inner and draw(st.booleans()):
             node = inner
@@ -132,7 +152,10 @@ class Target:
             attach.append(time.monotonic() - began_s)
         assert statistics.median(status) < STATUS_LIMIT_S
         assert sorted(attach)[-3] < ATTACH_LIMIT_S
-        until(lambda: not any("pidfd" in target for target in self.daemon.descriptors()), "no connection is left")
+        until(
+            lambda: not any("pidfd" in target for target in self.daemon.descriptors()),
+            "no connection is left",
+        )
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +176,16 @@ def test_well_typed_messages_with_wild_values_are_answered(target: Target) -> No
     put()
     target.is_unharmed()
     # Not all were refused for their form: the daemon had to think about them.
-    assert {"Mismatch", "Absent", "Refused:unknown-cache", "Refused:no-lease"} <= set(target.peer.kinds)
+    assert {"Mismatch", "Absent", "Refused:unknown-cache", "Refused:no-lease"} <= set(
+        target.peer.kinds
+    )
 
 
 def test_ill_typed_messages_are_answered(target: Target) -> None:
     @SETTINGS
-    @given(ill_typed() | values.map(msgspec.msgpack.encode) | st.binary(max_size=200), st.booleans())
+    @given(
+        ill_typed() | values.map(msgspec.msgpack.encode) | st.binary(max_size=200), st.booleans()
+    )
     def put(data: bytes, first: bool) -> None:
         target.put(data, first=first)
 

@@ -1,4 +1,6 @@
-"""The machine misbehaves: disk, memory, limits, clock, directories. What is served stays served, and it is said why."""
+"""The machine misbehaves: disk, memory, limits, clock, directories. What is served stays served,
+and it is said why.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def attaches(daemon: DaemonProcess, key: WeightCacheKey) -> None:
 def mounted(directory: Path, options: str) -> Iterator[Path]:
     """A tmpfs at `directory`."""
     directory.mkdir(mode=0o700)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "weightcached-test", str(directory)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "weightcached-test", str(directory)], check=True
+    )
     try:
         yield directory
     finally:
@@ -61,13 +65,19 @@ def fill(directory: Path) -> None:
 
 
 def full_key_of(copy: Path) -> WeightCacheKey:
-    """The key of an engine that has digested its own copy: the daemon must digest its files, too."""
+    """The key of an engine that has digested its own copy: the daemon must digest its files,
+    too.
+    """
     return with_checkpoint(key_of({"model": str(copy)}), full=with_full(identity_of(copy)).full)
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only"])
 def test_cache_directory_that_takes_no_file_costs_no_more_than_the_digest_again(
-    make_daemon: Launcher, checkpoint: Path, short_tmp: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+    make_daemon: Launcher,
+    checkpoint: Path,
+    short_tmp: Path,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with mounted(short_tmp / "cache", "size=64k,mode=0700") as cache:
         if fault == "full":
@@ -111,23 +121,31 @@ def test_runtime_directory_without_room_for_a_file_is_named(
 
 
 def watched(make_daemon: Launcher, checkpoint: Path, **options: Any) -> DaemonProcess:
-    """A daemon that looks after itself ten times a second; without a watchdog it does so every five seconds."""
+    """A daemon that looks after itself ten times a second; without a watchdog it does so every five
+    seconds.
+    """
     daemon = make_daemon([model("tiny", checkpoint)], **options)
     daemon.env = {"WATCHDOG_USEC": "200000"}
     return daemon
 
 
-def test_runtime_directory_that_is_removed_is_made_again(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_runtime_directory_that_is_removed_is_made_again(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     daemon = watched(make_daemon, checkpoint).start()
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as engine:
         handout = engine.attach(key)
         shutil.rmtree(daemon.runtime)
-        until(lambda: "our socket was removed, it is made again" in daemon.log, "the daemon has noticed")
+        until(
+            lambda: "our socket was removed, it is made again" in daemon.log,
+            "the daemon has noticed",
+        )
         # Who is connected stays so, and newcomers find it.
         assert engine.status().caches[0].engines[0].pid == os.getpid()
         assert (
-            os.pread(handout.segment_fds[0].fileno(), 4096, 0) == (checkpoint / "model.safetensors").read_bytes()[:4096]
+            os.pread(handout.segment_fds[0].fileno(), 4096, 0)
+            == (checkpoint / "model.safetensors").read_bytes()[:4096]
         )
         handout.close()
     attaches(daemon, key)
@@ -142,7 +160,9 @@ def test_runtime_directory_that_is_removed_is_made_again(make_daemon: Launcher, 
     assert not daemon.socket.exists()
 
 
-def test_socket_that_is_removed_is_made_again_without_a_watchdog(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_socket_that_is_removed_is_made_again_without_a_watchdog(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     daemon.socket.unlink()
     until(daemon.socket.exists, "the daemon has noticed")
     attaches(daemon, key_of({"model": str(checkpoint)}))
@@ -151,7 +171,9 @@ def test_socket_that_is_removed_is_made_again_without_a_watchdog(daemon: DaemonP
 def test_runtime_directory_without_a_parent_is_said_and_made_when_it_can_be(
     make_daemon: Launcher, checkpoint: Path, short_tmp: Path
 ) -> None:
-    """As /run/user/<uid> after the last logout of a user without lingering. The weights must not go with it."""
+    """As /run/user/<uid> after the last logout of a user without lingering. The weights must not go
+    with it.
+    """
     session = short_tmp / "session"
     session.mkdir(mode=0o700)
     daemon = watched(make_daemon, checkpoint)
@@ -184,7 +206,10 @@ def test_daemon_whose_place_another_one_took_says_so_and_leaves_it_alone(
     daemon.socket.with_suffix(".lock").unlink()
     second = make_daemon([model("tiny", checkpoint)]).start()
     daemon.signal(signal.SIGCONT)
-    until(lambda: f"another daemon, pid {second.pid}, answers on our socket" in daemon.log, "it has noticed")
+    until(
+        lambda: f"another daemon, pid {second.pid}, answers on our socket" in daemon.log,
+        "it has noticed",
+    )
     busy = f"error=device cpu0 is served by another weightcached (pid {second.pid})"
     until(lambda: busy in daemon.log, "it has tried to take its place again")
     assert daemon.stop() == 0
@@ -221,7 +246,9 @@ def limited(make_daemon: Launcher, checkpoint: Path) -> DaemonProcess:
     return daemon.start()
 
 
-def test_with_64_descriptors_a_crowd_is_refused_and_the_daemon_lives(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_with_64_descriptors_a_crowd_is_refused_and_the_daemon_lives(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     daemon = limited(make_daemon, checkpoint)
     key = key_of({"model": str(checkpoint)})
     with contextlib.ExitStack() as stack:
@@ -245,7 +272,9 @@ def test_with_64_descriptors_a_crowd_is_refused_and_the_daemon_lives(make_daemon
         # Its own handshake and a load go on beside the crowd.
         daemon.notified("WATCHDOG=1")
         daemon.notified("WATCHDOG=1")
-    until(lambda: not any("pidfd" in target for target in daemon.descriptors()), "the crowd has left")
+    until(
+        lambda: not any("pidfd" in target for target in daemon.descriptors()), "the crowd has left"
+    )
     attaches(daemon, key)
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=4)])
     assert [o.outcome for o in reload(daemon).outcomes] == ["loaded"]
@@ -259,7 +288,10 @@ def test_more_segments_than_descriptors_fail_by_name_and_leave_what_is_served(
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=48)])
     (outcome,) = reload(daemon).outcomes
     assert outcome.outcome == "failed"
-    assert "more descriptors than this process may still open (LimitNOFILE=, ulimit -n)" in outcome.error
+    assert (
+        "more descriptors than this process may still open (LimitNOFILE=, ulimit -n)"
+        in outcome.error
+    )
     attaches(daemon, key_of({"model": str(checkpoint)}))
 
 
@@ -273,7 +305,9 @@ def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
     group.mkdir()
     try:
         (group / name).write_text(str(limit_bytes))
-        swap = group / ("memory.memsw.limit_in_bytes" if name != "memory.max" else "memory.swap.max")
+        swap = group / (
+            "memory.memsw.limit_in_bytes" if name != "memory.max" else "memory.swap.max"
+        )
         if swap.exists():
             swap.write_text(str(limit_bytes) if name != "memory.max" else "0")
         yield group / "cgroup.procs"
@@ -291,7 +325,9 @@ def test_loader_that_runs_out_of_memory_is_named_and_what_is_served_stays(
         daemon = make_daemon([model("tiny", checkpoint)])
         daemon.loader_command = f"sh {script}"
         daemon.start()
-        write_manifest(daemon.manifest, [model("tiny", checkpoint, x_fault="eat-memory-in-packing")])
+        write_manifest(
+            daemon.manifest, [model("tiny", checkpoint, x_fault="eat-memory-in-packing")]
+        )
         (outcome,) = reload(daemon).outcomes
         assert (outcome.outcome, outcome.generation, outcome.error) == (
             "failed",
@@ -306,7 +342,9 @@ def test_loader_that_runs_out_of_memory_is_named_and_what_is_served_stays(
 # ---- clock, names, locale
 
 
-def test_deadlines_do_not_follow_the_wall_clock(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+def test_deadlines_do_not_follow_the_wall_clock(
+    make_daemon: Launcher, checkpoint: Path, gate: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_gate=str(gate))])
     daemon.module = "tests.fakes.jumping_clock"
     daemon.options = ["--stall-timeout", "5", "--idle-timeout", "0.5"]
@@ -324,7 +362,9 @@ def test_deadlines_do_not_follow_the_wall_clock(make_daemon: Launcher, checkpoin
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
-@pytest.mark.parametrize("name", ["räum e", "new\nline", "%i $HOME 'q'", os.fsdecode(b"latin\xe9")], ids=repr)
+@pytest.mark.parametrize(
+    "name", ["räum e", "new\nline", "%i $HOME 'q'", os.fsdecode(b"latin\xe9")], ids=repr
+)
 def test_odd_characters_in_paths_under_any_locale(
     make_daemon: Launcher, checkpoint: Path, name: str, locale: str
 ) -> None:

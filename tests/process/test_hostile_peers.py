@@ -1,4 +1,6 @@
-"""Peers that are silent, slow, wrong or hostile; meanwhile everybody else is served as if they were not there."""
+"""Peers that are silent, slow, wrong or hostile; meanwhile everybody else is served as if they were
+not there.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ Launcher = Callable[..., DaemonProcess]
 
 @contextlib.contextmanager
 def others_are_served(daemon: DaemonProcess) -> Iterator[None]:
-    """Ask for the status and attach at the end of the block; with the connect each must stay within its limit."""
+    """Ask for the status and attach at the end of the block; with the connect each must stay within
+    its limit.
+    """
     yield
     key = key_of({"model": str(daemon.directory / "checkpoint")})
     took, attached = [], []
@@ -71,7 +75,9 @@ def test_silent_peers_are_closed_after_the_hello_deadline(daemon: DaemonProcess)
     assert HELLO_LIMIT_S - 0.5 < time.monotonic() - began_s < HELLO_LIMIT_S + 3
 
 
-def test_idle_tool_is_closed_and_idle_engine_is_not(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_idle_tool_is_closed_and_idle_engine_is_not(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.options = ["--idle-timeout", "0.3"]
     daemon.start()
@@ -111,7 +117,9 @@ def test_wrong_first_message_is_refused_and_the_connection_closed(
 
 def test_other_protocol_version_is_told_both_versions(daemon: DaemonProcess) -> None:
     with raw(daemon) as client:
-        refused = client.expect(Hello(protocol=PROTOCOL_VERSION + 1, software="9.9\nforged line"), Refused)
+        refused = client.expect(
+            Hello(protocol=PROTOCOL_VERSION + 1, software="9.9\nforged line"), Refused
+        )
         assert client.closed_by_daemon()
     assert refused == Refused(
         code="protocol-version",
@@ -198,13 +206,16 @@ def crowd(daemon: DaemonProcess, size: int) -> Iterator[None]:
         yield
 
 
-def test_crowds_of_silent_processes_give_way_to_a_newcomer(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_crowds_of_silent_processes_give_way_to_a_newcomer(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as engine, contextlib.ExitStack() as stack:
         engine.attach(key).close()
         stack.enter_context(crowd(daemon, 200))
         stack.enter_context(crowd(daemon, 311))
-        # They hold all that there is, and each of these replaces one of theirs. An engine's lease is left alone.
+        # They hold all that there is, and each of these replaces one of theirs. An engine's lease
+        # is left alone.
         with others_are_served(daemon):
             pass
         assert "connection ended to make room" in daemon.log
@@ -212,7 +223,9 @@ def test_crowds_of_silent_processes_give_way_to_a_newcomer(daemon: DaemonProcess
         assert sum("pidfd" in target for target in daemon.descriptors()) <= 512
 
 
-def test_descriptors_sent_with_a_request_are_closed_with_the_connection(daemon: DaemonProcess) -> None:
+def test_descriptors_sent_with_a_request_are_closed_with_the_connection(
+    daemon: DaemonProcess,
+) -> None:
     with others_are_served(daemon):
         before = len(daemon.descriptors())
         for _ in range(20):
@@ -231,7 +244,9 @@ def test_descriptors_sent_with_a_request_are_closed_with_the_connection(daemon: 
 
 
 def lingering() -> tuple[socket.socket, socket.socket]:
-    """A TCP connection whose first end, as the last of its descriptors, takes LINGER_S to close; and its listener."""
+    """A TCP connection whose first end, as the last of its descriptors, takes LINGER_S to close;
+    and its listener.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     sock = socket.create_connection(listener.getsockname())
     sock.setblocking(False)
@@ -243,11 +258,14 @@ def lingering() -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.mark.parametrize("packet", ["refused", "memfd", "unread", "never-welcomed"])
-def test_descriptor_that_is_slow_to_close_holds_nobody_up(daemon: DaemonProcess, packet: str) -> None:
+def test_descriptor_that_is_slow_to_close_holds_nobody_up(
+    daemon: DaemonProcess, packet: str
+) -> None:
     sock, listener = lingering()
     with listener, raw(daemon) if packet == "never-welcomed" else daemon.client() as client:
         if packet == "unread":
-            # The first of them ends the connection, the last is never looked at: both are there before it looks.
+            # The first of them ends the connection, the last is never looked at: both are there
+            # before it looks.
             daemon.signal(signal.SIGSTOP)
             client.send_raw(b"x")
         data = b"\xc1large" if packet == "memfd" else encode(Status())
@@ -265,7 +283,9 @@ def test_descriptor_that_is_slow_to_close_holds_nobody_up(daemon: DaemonProcess,
         assert time.monotonic() - began_s < LINGER_S
 
 
-def test_peer_that_leaves_in_the_middle_of_a_handout_leaves_nothing(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_peer_that_leaves_in_the_middle_of_a_handout_leaves_nothing(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
     before = len(daemon.descriptors())
     for _ in range(50):
@@ -295,7 +315,9 @@ def test_other_user_is_refused_by_uid(daemon: DaemonProcess) -> None:
         "    print(refused.code, client.closed_by_daemon(), refused.message, sep='; ')"
     )
     command = [*setpriv, sys.executable, "-c", script, str(daemon.socket)]
-    stranger = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment())
+    stranger = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment()
+    )
     assert stranger.stdout == (
         "peer; True; uid 65534 may not use this daemon, it serves uid 0 alone: run the engine as that user\n"
     )

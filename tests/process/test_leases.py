@@ -83,7 +83,9 @@ def test_closed_connection_ends_its_lease(daemon: DaemonProcess, checkpoint: Pat
     daemon.until(lambda status: engines(status) == [], "the lease has ended")
 
 
-def test_attaching_twice_on_one_connection_is_one_lease(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_attaching_twice_on_one_connection_is_one_lease(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     with daemon.client() as engine:
         for _ in range(2):
             engine.attach(key_of({"model": str(checkpoint)})).close()
@@ -92,7 +94,11 @@ def test_attaching_twice_on_one_connection_is_one_lease(daemon: DaemonProcess, c
 
 def test_32_engines_attach_at_once(make_daemon: Launcher, checkpoint: Path) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_segments=16)]).start()
-    key, together, held = key_of({"model": str(checkpoint)}), threading.Barrier(32), threading.Barrier(33)
+    key, together, held = (
+        key_of({"model": str(checkpoint)}),
+        threading.Barrier(32),
+        threading.Barrier(33),
+    )
     segments: list[int] = []
 
     def engine() -> None:
@@ -119,7 +125,9 @@ def test_32_engines_attach_at_once(make_daemon: Launcher, checkpoint: Path) -> N
 def test_process_with_the_pid_of_a_dead_engine_is_not_taken_for_it(
     daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
 ) -> None:
-    """While the daemon is stopped the engine dies, its child keeps the socket open, and its pid is given again."""
+    """While the daemon is stopped the engine dies, its child keeps the socket open, and its pid is
+    given again.
+    """
     engine = make_engine(daemon, checkpoint, "--shared-socket")
     engine.attached()
     pid = engine.process.pid
@@ -154,7 +162,9 @@ def process_with_pid(pid: int) -> subprocess.Popen[bytes]:
 CYCLES = 1000
 
 
-def test_a_thousand_engines_killed_at_any_point_leave_nothing(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_a_thousand_engines_killed_at_any_point_leave_nothing(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
     chance = random.Random(1)
     for _ in range(CYCLES // 10):
@@ -168,11 +178,15 @@ def test_a_thousand_engines_killed_at_any_point_leave_nothing(daemon: DaemonProc
     assert (descriptors, threads) == before[:2]
     assert rss_kib - before[2] < 1024
     # Not a segment has a name in the file system.
-    assert "/dev/shm/" not in Path(f"/proc/{daemon.pid}/maps").read_text() + " ".join(daemon.descriptors())
+    assert "/dev/shm/" not in Path(f"/proc/{daemon.pid}/maps").read_text() + " ".join(
+        daemon.descriptors()
+    )
     assert daemon.status().caches[0].state == "ready"
 
 
-def engine_killed_somewhere(daemon: DaemonProcess, key: WeightCacheKey, chance: random.Random) -> None:
+def engine_killed_somewhere(
+    daemon: DaemonProcess, key: WeightCacheKey, chance: random.Random
+) -> None:
     """Anywhere between its connect() and some time after it has mapped everything."""
     pid = os.fork()
     if pid == 0:
@@ -190,7 +204,10 @@ def engine_killed_somewhere(daemon: DaemonProcess, key: WeightCacheKey, chance: 
 
 def footprint(daemon: DaemonProcess) -> tuple[int, int, int]:
     """Descriptors, threads, and resident memory in KiB, once no peer is left."""
-    until(lambda: not any("pidfd" in target for target in daemon.descriptors()), "no connection is left")
+    until(
+        lambda: not any("pidfd" in target for target in daemon.descriptors()),
+        "no connection is left",
+    )
     status = Path(f"/proc/{daemon.pid}/status").read_text()
     values = [int(status.split(f"{name}:")[1].split()[0]) for name in ("Threads", "VmRSS")]
     return len(daemon.descriptors()), values[0], values[1]
@@ -199,7 +216,9 @@ def footprint(daemon: DaemonProcess) -> tuple[int, int, int]:
 # ---- Release: the engine has a copy of its own
 
 
-def test_release_frees_the_generation_and_its_stored_copy(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_release_frees_the_generation_and_its_stored_copy(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
     assert daemon.manager
     with daemon.client() as engine:
@@ -218,14 +237,18 @@ def test_release_waits_for_the_last_other_lease(daemon: DaemonProcess, checkpoin
         first.attach(key).close()
         second.attach(key).close()
         first.send(Release())
-        daemon.until(lambda status: len(status.caches[0].engines) == 1, "the first lease is given up")
+        daemon.until(
+            lambda status: len(status.caches[0].engines) == 1, "the first lease is given up"
+        )
         assert daemon.status().caches[0].state == "ready"
         second.close()
         assert isinstance(first.receive(), Done)
     assert daemon.status().caches[0].state == "released"
 
 
-def test_two_engines_that_release_are_both_answered(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_two_engines_that_release_are_both_answered(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as first, daemon.client() as second:
         first.attach(key).close()
@@ -238,17 +261,23 @@ def test_two_engines_that_release_are_both_answered(daemon: DaemonProcess, check
 def test_release_without_a_lease_is_refused(daemon: DaemonProcess) -> None:
     with daemon.client() as engine:
         refused = engine.expect(Release(), Refused)
-    assert refused == Refused(code="no-lease", message="this connection holds no generation: attach first")
+    assert refused == Refused(
+        code="no-lease", message="this connection holds no generation: attach first"
+    )
 
 
-def test_engine_that_dies_while_its_release_waits_frees_nothing(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_engine_that_dies_while_its_release_waits_frees_nothing(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as holder:
         holder.attach(key).close()
         with daemon.client() as leaver:
             leaver.attach(key).close()
             leaver.send(Release())
-            daemon.until(lambda status: len(status.caches[0].engines) == 1, "its own lease is given up")
+            daemon.until(
+                lambda status: len(status.caches[0].engines) == 1, "its own lease is given up"
+            )
     daemon.until(lambda status: engines(status) == [], "all have left")
     assert daemon.status().caches[0].state == "ready"
 
@@ -262,7 +291,9 @@ def test_reload_brings_back_what_was_released(daemon: DaemonProcess, checkpoint:
         reply = tool.ask(Reload())
         while not isinstance(reply, ReloadReply):
             reply = tool.receive()
-    assert [(o.cache, o.outcome, o.generation) for o in reply.outcomes] == [("tiny/target", "loaded", 2)]
+    assert [(o.cache, o.outcome, o.generation) for o in reply.outcomes] == [
+        ("tiny/target", "loaded", 2)
+    ]
     with daemon.client() as engine:
         assert engine.attach(key).ready.generation == 2
 
@@ -270,18 +301,25 @@ def test_reload_brings_back_what_was_released(daemon: DaemonProcess, checkpoint:
 # ---- Rejoin
 
 
-def test_rejoin_takes_exactly_the_generation_that_is_mapped(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_rejoin_takes_exactly_the_generation_that_is_mapped(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     with daemon.client() as engine:
         ready = engine.attach(key_of({"model": str(checkpoint)})).ready
     with daemon.client() as engine:
-        engine.expect(Rejoin(cache=ready.cache, generation=ready.generation, index_digest=ready.index_digest), Rejoined)
+        engine.expect(
+            Rejoin(cache=ready.cache, generation=ready.generation, index_digest=ready.index_digest),
+            Rejoined,
+        )
         assert engines(daemon.status()) == [os.getpid()]
         for cache, generation, digest in [
             ("tiny/target", 2, ready.index_digest),
             ("tiny/target", 1, "0" * 64),
             ("none/target", 1, ready.index_digest),
         ]:
-            refused = engine.expect(Rejoin(cache=cache, generation=generation, index_digest=digest), Refused)
+            refused = engine.expect(
+                Rejoin(cache=cache, generation=generation, index_digest=digest), Refused
+            )
             assert refused.code == "generation-gone"
     assert refused.message == (
         "none/target: generation 1 is not served any more, the daemon has no generation of it; "
@@ -289,7 +327,9 @@ def test_rejoin_takes_exactly_the_generation_that_is_mapped(daemon: DaemonProces
     )
 
 
-def test_engine_of_a_replaced_generation_stays_visible(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_engine_of_a_replaced_generation_stays_visible(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as engine:
         handout = engine.attach(key)
@@ -301,7 +341,8 @@ def test_engine_of_a_replaced_generation_stays_visible(daemon: DaemonProcess, ch
         (cache,) = daemon.status().caches
         assert (cache.generation, cache.segments) == (2, 3)
         assert [e.pid for e in cache.engines] == [os.getpid()]
-        # Only the engine holds the old segments now: three of the new generation and its index are the daemon's.
+        # Only the engine holds the old segments now: three of the new generation and its index are
+        # the daemon's.
         assert sum("memfd" in target for target in daemon.descriptors()) == 4
         assert len(os.pread(handout.segment_fds[0].fileno(), 3 * MIB, 0)) == 3 * MIB // 2
         handout.close()
@@ -310,7 +351,9 @@ def test_engine_of_a_replaced_generation_stays_visible(daemon: DaemonProcess, ch
 # ---- Drop
 
 
-def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     key = key_of({"model": str(checkpoint)})
     assert daemon.manager
     with daemon.client() as engine, daemon.client("ctl") as tool:
@@ -332,10 +375,14 @@ def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(daemon: Dae
 def test_drop_of_an_unknown_cache_names_the_known_ones(daemon: DaemonProcess) -> None:
     with daemon.client("ctl") as tool:
         refused = tool.expect(Drop(cache="tiny/draft"), Refused)
-    assert refused == Refused(code="unknown-cache", message="no cache 'tiny/draft' on cpu0: it has tiny/target")
+    assert refused == Refused(
+        code="unknown-cache", message="no cache 'tiny/draft' on cpu0: it has tiny/target"
+    )
 
 
-def test_drop_of_what_is_being_loaded_is_refused(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+def test_drop_of_what_is_being_loaded_is_refused(
+    make_daemon: Launcher, checkpoint: Path, gate: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_gate=str(gate))]).launch()
     daemon.notified("weights")
     with daemon.client("ctl") as tool:

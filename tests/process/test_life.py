@@ -53,18 +53,27 @@ def test_status_of_a_fresh_daemon(daemon: DaemonProcess) -> None:
     )
 
 
-def test_socket_answers_before_the_manifest_is_loaded(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+def test_socket_answers_before_the_manifest_is_loaded(
+    make_daemon: Launcher, checkpoint: Path, gate: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_gate=str(gate))]).launch()
     daemon.notified("weights")
     status = daemon.status()
     (cache,) = status.caches
-    assert (status.state, cache.state, cache.phase, cache.done_bytes) == ("loading", "loading", "weights", 3 << 20)
+    assert (status.state, cache.state, cache.phase, cache.done_bytes) == (
+        "loading",
+        "loading",
+        "weights",
+        3 << 20,
+    )
     assert cache.eta_s == 0
     gate.write_bytes(b"")
     daemon.notified("READY=1")
 
 
-def test_ready_is_said_once_and_the_watchdog_fed_afterwards(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_ready_is_said_once_and_the_watchdog_fed_afterwards(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_steps=3)])
     daemon.env = {"WATCHDOG_USEC": "100000"}
     daemon.start()
@@ -92,20 +101,27 @@ def test_watchdog_of_another_process_is_not_fed(make_daemon: Launcher, checkpoin
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stop_ends_connections_and_removes_the_socket(daemon: DaemonProcess, checkpoint: Path, number: int) -> None:
+def test_stop_ends_connections_and_removes_the_socket(
+    daemon: DaemonProcess, checkpoint: Path, number: int
+) -> None:
     with daemon.client() as engine:
         handout = engine.attach(key_of({"model": str(checkpoint)}))
         daemon.signal(signal.Signals(number))
         assert daemon.wait() == 0
         assert engine.closed_by_daemon()
         # What the engine has is still there.
-        assert os.pread(handout.segment_fds[0].fileno(), 16, 0) == (checkpoint / "model.safetensors").read_bytes()[:16]
+        assert (
+            os.pread(handout.segment_fds[0].fileno(), 16, 0)
+            == (checkpoint / "model.safetensors").read_bytes()[:16]
+        )
         handout.close()
     assert not daemon.socket.exists()
     assert daemon.socket.with_suffix(".lock").exists()
 
 
-def test_device_without_a_model_is_served_and_can_be_given_one(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_device_without_a_model_is_served_and_can_be_given_one(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint, device="cpu5")]).start()
     assert daemon.status().caches == []
     assert f"manifest places no model here manifest={daemon.manifest} device=cpu0" in daemon.log
@@ -115,7 +131,10 @@ def test_draft_model_has_a_cache_of_its_own(make_daemon: Launcher, checkpoint: P
     draft = {"method": "eagle", "model": str(checkpoint), "num_speculative_tokens": 2}
     entry = model("tiny", checkpoint, speculative_config=draft)
     daemon = make_daemon([entry]).start()
-    assert [(c.name, c.role) for c in daemon.status().caches] == [("tiny/target", "target"), ("tiny/draft", "draft")]
+    assert [(c.name, c.role) for c in daemon.status().caches] == [
+        ("tiny/target", "target"),
+        ("tiny/draft", "draft"),
+    ]
     with daemon.client() as engine:
         handout = engine.attach(key_of(entry["engine"], role="draft"))
         handout.close()
@@ -159,7 +178,9 @@ def test_second_daemon_of_a_device_is_told_who_serves_it(
     assert daemon.status().pid == daemon.pid
 
 
-def test_lock_without_a_pid_is_still_a_lock(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_lock_without_a_pid_is_still_a_lock(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     (short_tmp / "run").mkdir(mode=0o700)
     lock = short_tmp / "run" / "cpu0.lock"
     with open(lock, "w") as f:
@@ -187,12 +208,16 @@ def test_something_else_in_the_sockets_place_is_left_alone(
     target = short_tmp / "precious"
     target.write_text("content")
     path.symlink_to(target)
-    assert refused(make_daemon, checkpoint, 78) == (f"{path} is not a socket (symbolic links are refused): remove it")
+    assert refused(make_daemon, checkpoint, 78) == (
+        f"{path} is not a socket (symbolic links are refused): remove it"
+    )
     assert target.read_text() == "content"
     assert path.is_symlink()
 
 
-def test_symbolic_link_as_lock_is_refused(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_symbolic_link_as_lock_is_refused(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     lock = short_tmp / "run" / "cpu0.lock"
     lock.parent.mkdir(mode=0o700)
     lock.symlink_to(short_tmp / "elsewhere")
@@ -201,7 +226,9 @@ def test_symbolic_link_as_lock_is_refused(make_daemon: Launcher, checkpoint: Pat
     )
 
 
-def test_runtime_directory_open_to_others_is_refused(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_runtime_directory_open_to_others_is_refused(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     run = short_tmp / "run"
     run.mkdir()
     run.chmod(0o750)
@@ -210,7 +237,9 @@ def test_runtime_directory_open_to_others_is_refused(make_daemon: Launcher, chec
     )
 
 
-def test_runtime_directory_of_another_user_is_refused(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_runtime_directory_of_another_user_is_refused(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     run = short_tmp / "run"
     run.mkdir(mode=0o700)
     os.chown(run, 65534, 65534)
@@ -219,7 +248,9 @@ def test_runtime_directory_of_another_user_is_refused(make_daemon: Launcher, che
     )
 
 
-def test_path_too_long_for_a_socket_is_refused(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_path_too_long_for_a_socket_is_refused(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.runtime = short_tmp / ("x" * 100)
     assert daemon.launch().wait() == 78
@@ -243,7 +274,10 @@ def test_malformed_device_is_refused(make_daemon: Launcher, checkpoint: Path) ->
 
 def settled(daemon: DaemonProcess) -> list[str]:
     """The daemon's descriptors once every peer is gone, its own handshake included."""
-    until(lambda: not any("pidfd" in target for target in daemon.descriptors()), "no connection is left")
+    until(
+        lambda: not any("pidfd" in target for target in daemon.descriptors()),
+        "no connection is left",
+    )
     return sorted(target.split(":")[0] for target in daemon.descriptors())
 
 
@@ -263,7 +297,9 @@ def test_memory_beside_the_segments_is_small(daemon: DaemonProcess, checkpoint: 
     assert int(status.split("VmHWM:")[1].split()[0]) < MAX_RSS_KIB
 
 
-def test_soft_limit_of_descriptors_is_raised_to_the_hard_one(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_soft_limit_of_descriptors_is_raised_to_the_hard_one(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -281,11 +317,15 @@ def test_daemon_imports_neither_torch_nor_vllm_nor_numpy() -> None:
         "print('weightcached.daemon.main' in sys.modules)"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment()
+    )
     assert done.stdout == "[]\nTrue\n"
 
 
-def test_lines_for_the_journal_begin_with_their_level(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_lines_for_the_journal_begin_with_their_level(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.env = {"INVOCATION_ID": "0" * 32}
     daemon.start()
@@ -294,7 +334,9 @@ def test_lines_for_the_journal_begin_with_their_level(make_daemon: Launcher, che
     assert "<6>stopped device=cpu0\n" in daemon.log
 
 
-def test_dead_manager_socket_does_not_stop_the_daemon(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_dead_manager_socket_does_not_stop_the_daemon(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.env = {"NOTIFY_SOCKET": "@weightcached-test-nobody-listens"}
     daemon.launch()
@@ -311,7 +353,9 @@ def test_without_a_manager_everything_works(make_daemon: Launcher, checkpoint: P
     assert daemon.stop() == 0
 
 
-def test_peers_waiting_in_the_backlog_are_served_after_the_start(make_daemon: Launcher, checkpoint: Path) -> None:
+def test_peers_waiting_in_the_backlog_are_served_after_the_start(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
     """Whoever connects between bind and the first accept is not refused."""
     daemon = make_daemon([model("tiny", checkpoint)]).launch()
     until(daemon.socket.exists, "the socket is bound")

@@ -1,4 +1,6 @@
-"""A loader that goes wrong in each way, at start and at reload: it is named, and what was served still is."""
+"""A loader that goes wrong in each way, at start and at reload: it is named, and what was served
+still is.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from weightcached.wire.messages import CacheOutcome, Progress, Refused, Reload, 
 Launcher = Callable[..., DaemonProcess]
 
 PROTOCOL = (
-    "loader of {cache} broke the protocol: {what}; it was killed. Is the weightcached of {python} the daemon's version?"
+    "loader of {cache} broke the protocol: {what}; it was killed. "
+    "Is the weightcached of {python} the daemon's version?"
 )
 # Longer than a loader needs to start on a busy machine.
 STALL_TIMEOUT_S = 4
@@ -40,13 +43,23 @@ FAULTS: dict[str, str] = {
     "hang-while-talking-in-packing": "loader of {cache} made no progress for {stall} s, last: stuck, 1 of 2 bytes: "
     "it was killed; its last lines are in the log",
     "refuse-before-key": "config.json names no architecture",
-    "wrong-generation": PROTOCOL.replace("{what}", "its index has generation {wrong}, asked was {generation}"),
+    "wrong-generation": PROTOCOL.replace(
+        "{what}", "its index has generation {wrong}, asked was {generation}"
+    ),
     "wrong-device": PROTOCOL.replace("{what}", "its index has device 'cpu999', asked was 'cpu0'"),
     "wrong-backend": PROTOCOL.replace("{what}", "its index has backend 'cuda' for device cpu0"),
-    "corrupt-index": PROTOCOL.replace("{what}", "tensor index: its digest does not match its content"),
-    "unsealed-segment": PROTOCOL.replace("{what}", "segment 0 is not a memfd sealed against write, grow and shrink"),
-    "short-segment": PROTOCOL.replace("{what}", "segment 0 holds 1572352 bytes, its index says 1572864"),
-    "garbage-in-packing": PROTOCOL.replace("{what}", "message does not decode: Expected `object`, got `int`"),
+    "corrupt-index": PROTOCOL.replace(
+        "{what}", "tensor index: its digest does not match its content"
+    ),
+    "unsealed-segment": PROTOCOL.replace(
+        "{what}", "segment 0 is not a memfd sealed against write, grow and shrink"
+    ),
+    "short-segment": PROTOCOL.replace(
+        "{what}", "segment 0 holds 1572352 bytes, its index says 1572864"
+    ),
+    "garbage-in-packing": PROTOCOL.replace(
+        "{what}", "message does not decode: Expected `object`, got `int`"
+    ),
 }
 
 
@@ -60,9 +73,12 @@ def text(fault: str, generation: int, cache: str = "tiny/target") -> str:
     )
 
 
-def launcher(make_daemon: Launcher, models: list[dict[str, Any]], *, fault: str = "") -> DaemonProcess:
+def launcher(
+    make_daemon: Launcher, models: list[dict[str, Any]], *, fault: str = ""
+) -> DaemonProcess:
     daemon = make_daemon(models)
-    # Some of the faults are found by waiting. The others wait for a loader that a busy machine may start slowly.
+    # Some of the faults are found by waiting. The others wait for a loader that a busy machine may
+    # start slowly.
     if fault.startswith("hang"):
         daemon.options = ["--stall-timeout", str(STALL_TIMEOUT_S)]
     return daemon
@@ -81,10 +97,15 @@ def children_of(pid: int) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_at_start_ends_the_daemon_with_its_reason(make_daemon: Launcher, checkpoint: Path, fault: str) -> None:
+def test_fault_at_start_ends_the_daemon_with_its_reason(
+    make_daemon: Launcher, checkpoint: Path, fault: str
+) -> None:
     daemon = launcher(make_daemon, [model("tiny", checkpoint, x_fault=fault)], fault=fault).launch()
     assert daemon.wait() == (78 if fault.startswith("refuse") else 1)
-    assert f"load failed cache=tiny/target served_generation=0 permanent={_permanent(fault)} " in daemon.log
+    assert (
+        f"load failed cache=tiny/target served_generation=0 permanent={_permanent(fault)} "
+        in daemon.log
+    )
     assert f"error={text(fault, 1)}\n" in daemon.log
     assert daemon.manager
     assert not any("READY=1" in state for state in daemon.manager.states)
@@ -96,7 +117,9 @@ def _permanent(fault: str) -> str:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_at_reload_keeps_what_is_served(make_daemon: Launcher, checkpoint: Path, fault: str) -> None:
+def test_fault_at_reload_keeps_what_is_served(
+    make_daemon: Launcher, checkpoint: Path, fault: str
+) -> None:
     daemon = launcher(make_daemon, [model("tiny", checkpoint)], fault=fault).start()
     before = sorted(daemon.descriptors())
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_fault=fault)])
@@ -110,7 +133,9 @@ def test_fault_at_reload_keeps_what_is_served(make_daemon: Launcher, checkpoint:
     with daemon.client() as engine:
         engine.attach(key_of({"model": str(checkpoint)})).close()
     # Neither a descriptor nor a process of the failed load is left.
-    daemon.until(lambda _: memfds(daemon.descriptors()) == memfds(before), "its descriptors are closed")
+    daemon.until(
+        lambda _: memfds(daemon.descriptors()) == memfds(before), "its descriptors are closed"
+    )
     assert children_of(daemon.pid) == []
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=3)])
     reload(daemon)
@@ -122,8 +147,12 @@ def memfds(targets: list[str]) -> int:
     return sum("memfd" in target for target in targets)
 
 
-def test_loader_that_dies_after_its_delivery_has_delivered(make_daemon: Launcher, checkpoint: Path) -> None:
-    daemon = launcher(make_daemon, [model("tiny", checkpoint, x_fault="sigsegv-after-delivery")]).start()
+def test_loader_that_dies_after_its_delivery_has_delivered(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
+    daemon = launcher(
+        make_daemon, [model("tiny", checkpoint, x_fault="sigsegv-after-delivery")]
+    ).start()
     with daemon.client() as engine:
         engine.attach(key_of({"model": str(checkpoint)})).close()
     assert "loader delivered everything and ended badly cache=tiny/target status=-11" in daemon.log
@@ -132,7 +161,9 @@ def test_loader_that_dies_after_its_delivery_has_delivered(make_daemon: Launcher
 @pytest.mark.parametrize(
     "fault", ["sigkill", "sigsegv", "exception", "hang", "hang-while-talking", "garbage", "refuse"]
 )
-def test_generation_is_served_whatever_becomes_of_tuning(make_daemon: Launcher, checkpoint: Path, fault: str) -> None:
+def test_generation_is_served_whatever_becomes_of_tuning(
+    make_daemon: Launcher, checkpoint: Path, fault: str
+) -> None:
     faulty = model("tiny", checkpoint, x_tuning="", x_fault=f"{fault}-while-tuning")
     daemon = launcher(make_daemon, [faulty], fault=fault).start()
     with daemon.client() as engine:
@@ -142,7 +173,9 @@ def test_generation_is_served_whatever_becomes_of_tuning(make_daemon: Launcher, 
     assert children_of(daemon.pid) == []
 
 
-def test_cache_is_ready_once_tuning_is_over(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+def test_cache_is_ready_once_tuning_is_over(
+    make_daemon: Launcher, checkpoint: Path, gate: Path
+) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_tuning=str(gate))]).launch()
     until(daemon.socket.exists, "the socket")
     daemon.until(lambda status: [cache.phase for cache in status.caches] == ["tuning"], "tuning")
@@ -152,7 +185,9 @@ def test_cache_is_ready_once_tuning_is_over(make_daemon: Launcher, checkpoint: P
     assert daemon.status().caches[0].state == "ready"
 
 
-def test_interpreter_that_cannot_be_run_is_named(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_interpreter_that_cannot_be_run_is_named(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     # Executable, so that the manifest takes it, but what it names is gone, as after an upgrade.
     python = short_tmp / "python"
     python.write_text("#!/opt/none/bin/python3.11\n")
@@ -175,9 +210,15 @@ def test_one_failure_beside_a_healthy_model_is_ready_and_says_so(
     faulty = model("faulty", other, x_fault="sigkill-in-packing")
     daemon = make_daemon([faulty, model("tiny", checkpoint)]).launch()
     ready = daemon.notified("READY=1")
-    assert "serving 1 of 2 caches, 0.0 GiB; faulty/target: loader of faulty/target died of SIGKILL" in ready
+    assert (
+        "serving 1 of 2 caches, 0.0 GiB; faulty/target: loader of faulty/target died of SIGKILL"
+        in ready
+    )
     status = daemon.status()
-    assert [(c.name, c.state) for c in status.caches] == [("faulty/target", "failed"), ("tiny/target", "ready")]
+    assert [(c.name, c.state) for c in status.caches] == [
+        ("faulty/target", "failed"),
+        ("tiny/target", "ready"),
+    ]
     assert status.state == "failed"
 
 
@@ -190,7 +231,9 @@ def test_all_permanent_failures_are_needed_for_the_status_that_forbids_a_restart
     assert daemon.wait() == 1
 
 
-def test_last_error_line_may_be_long_and_hostile(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_last_error_line_may_be_long_and_hostile(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     script = short_tmp / "loader.py"
     script.write_text(
         "import sys\nsys.stdin.read()\n"
@@ -209,7 +252,9 @@ def test_loader_is_gone_when_the_daemon_stops_during_a_load(
     make_daemon: Launcher, checkpoint: Path, short_tmp: Path, gate: Path
 ) -> None:
     spawns = short_tmp / "spawns"
-    daemon = make_daemon([model("tiny", checkpoint, x_gate=str(gate), x_spawns=str(spawns))]).launch()
+    daemon = make_daemon(
+        [model("tiny", checkpoint, x_gate=str(gate), x_spawns=str(spawns))]
+    ).launch()
     daemon.notified("weights")
     daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0
@@ -234,17 +279,23 @@ def test_grandchild_that_holds_all_pipes_does_not_keep_the_daemon_waiting(
         stray = int(pid.read_text())
         if start.startswith("setsid"):
             os.kill(stray, signal.SIGKILL)
-    until(lambda: not os.path.exists(f"/proc/{stray}") or _is_zombie(stray), "the grandchild is gone")
+    until(
+        lambda: not os.path.exists(f"/proc/{stray}") or _is_zombie(stray), "the grandchild is gone"
+    )
 
 
-def test_compilers_that_a_loader_started_end_with_it(make_daemon: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_compilers_that_a_loader_started_end_with_it(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     pid, compiler, script = short_tmp / "pid", short_tmp / "compiler.py", short_tmp / "loader.sh"
     # ninja gives each a process group of its own.
     compiler.write_text(
         f"import os, pathlib, time; os.setpgid(0, 0); pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); "
         "time.sleep(1000)"
     )
-    script.write_text(f"{sys.executable} {compiler} & until [ -s {pid} ]; do sleep 0.05; done; echo gone >&2; exit 4")
+    script.write_text(
+        f"{sys.executable} {compiler} & until [ -s {pid} ]; do sleep 0.05; done; echo gone >&2; exit 4"
+    )
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.loader_command = f"sh {script}"
     daemon.launch()
@@ -277,14 +328,20 @@ def test_reload_loads_what_changed_and_keeps_what_did_not(
         ("a/target", "unchanged", 1),
         ("c/target", "loaded", 1),
     ]
-    assert [line.split()[0] for line in spawns.read_text().splitlines()] == ["a/target", "b/target", "c/target"]
+    assert [line.split()[0] for line in spawns.read_text().splitlines()] == [
+        "a/target",
+        "b/target",
+        "c/target",
+    ]
     # Index and two segments of a and c each; b's are freed.
     assert memfds(daemon.descriptors()) == 6
     assert daemon.manager
     assert len(daemon.manager.stored) == 6
 
 
-def test_changed_checkpoint_is_loaded_anew_at_reload(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_changed_checkpoint_is_loaded_anew_at_reload(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     write_checkpoint(checkpoint, seed=9)
     reply = reload(daemon)
     assert isinstance(reply, ReloadReply)
@@ -303,8 +360,13 @@ def test_forced_reload_of_named_caches_leaves_the_others(
     daemon = make_daemon([model("a", checkpoint), model("b", other)]).start()
     reply = reload(daemon, force=True, caches=["b/target"])
     assert isinstance(reply, ReloadReply)
-    assert [(o.cache, o.outcome, o.generation) for o in reply.outcomes] == [("b/target", "loaded", 2)]
-    assert [(c.name, c.generation) for c in daemon.status().caches] == [("a/target", 1), ("b/target", 2)]
+    assert [(o.cache, o.outcome, o.generation) for o in reply.outcomes] == [
+        ("b/target", "loaded", 2)
+    ]
+    assert [(c.name, c.generation) for c in daemon.status().caches] == [
+        ("a/target", 1),
+        ("b/target", 2),
+    ]
 
 
 def test_reload_of_an_unknown_cache_names_the_known_ones(daemon: DaemonProcess) -> None:
@@ -313,7 +375,9 @@ def test_reload_of_an_unknown_cache_names_the_known_ones(daemon: DaemonProcess) 
     )
 
 
-def test_refused_manifest_at_reload_changes_nothing(daemon: DaemonProcess, checkpoint: Path) -> None:
+def test_refused_manifest_at_reload_changes_nothing(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
     daemon.manifest.write_text("version: 1\nmodels: {\n")
     reply = reload(daemon)
     assert isinstance(reply, ReloadReply)
@@ -338,7 +402,9 @@ def test_sighup_reloads_and_tells_the_manager(daemon: DaemonProcess, checkpoint:
     assert daemon.status().caches[0].generation == 2
 
 
-def test_reload_goes_on_when_its_tool_leaves(daemon: DaemonProcess, checkpoint: Path, gate: Path) -> None:
+def test_reload_goes_on_when_its_tool_leaves(
+    daemon: DaemonProcess, checkpoint: Path, gate: Path
+) -> None:
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_gate=str(gate))])
     with daemon.client("ctl") as tool:
         tool.send(Reload())
@@ -347,7 +413,9 @@ def test_reload_goes_on_when_its_tool_leaves(daemon: DaemonProcess, checkpoint: 
     daemon.until(lambda status: status.caches[0].generation == 2, "the new generation is served")
 
 
-def test_reloads_that_wait_are_limited_in_number(daemon: DaemonProcess, checkpoint: Path, gate: Path) -> None:
+def test_reloads_that_wait_are_limited_in_number(
+    daemon: DaemonProcess, checkpoint: Path, gate: Path
+) -> None:
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_gate=str(gate))])
     for _ in range(MAX_RELOADS):
         # Whoever asked for it has left: it goes on all the same.
@@ -357,7 +425,8 @@ def test_reloads_that_wait_are_limited_in_number(daemon: DaemonProcess, checkpoi
                 pass
     with daemon.client("ctl") as tool:
         assert tool.ask(Reload()) == Refused(
-            code="busy", message="16 reloads wait for their turn already: try again when they are over"
+            code="busy",
+            message="16 reloads wait for their turn already: try again when they are over",
         )
     gate.write_bytes(b"")
     daemon.until(lambda s: s.caches[0].generation == 2 and not s.caches[0].phase, "it is loaded")
@@ -369,7 +438,9 @@ def test_two_reloads_run_one_after_the_other(
     daemon: DaemonProcess, checkpoint: Path, short_tmp: Path, gate: Path
 ) -> None:
     spawns = short_tmp / "spawns"
-    write_manifest(daemon.manifest, [model("tiny", checkpoint, x_gate=str(gate), x_spawns=str(spawns))])
+    write_manifest(
+        daemon.manifest, [model("tiny", checkpoint, x_gate=str(gate), x_spawns=str(spawns))]
+    )
     with daemon.client("ctl") as first, daemon.client("ctl") as second:
         first.send(Reload())
         daemon.notified("weights")
@@ -390,7 +461,9 @@ def test_gpu_that_this_machine_lacks_is_named_beside_those_that_it_has(
     lacking, present = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "01")
     smi = short_tmp / "bin/nvidia-smi"
     smi.parent.mkdir()
-    smi.write_text(f"#!/bin/sh\nif [ $1 = -L ]; then echo 'GPU 0: NVIDIA H200 (UUID: {present})'; fi\n")
+    smi.write_text(
+        f"#!/bin/sh\nif [ $1 = -L ]; then echo 'GPU 0: NVIDIA H200 (UUID: {present})'; fi\n"
+    )
     smi.chmod(0o755)
     daemon = make_daemon([model("tiny", checkpoint, lacking)], device=lacking)
     daemon.env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}

@@ -1,4 +1,6 @@
-"""Children of the models that come next import ahead, and keep away from the device until it is their turn."""
+"""Children of the models that come next import ahead, and keep away from the device until it is
+their turn.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_the_next_children_wait_while_the_first_loads(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
-    models = [model("a", checkpoint, x_gate=str(gate)), *(model(name, checkpoint) for name in "bcd")]
+def test_the_next_children_wait_while_the_first_loads(
+    make_daemon: Launcher, checkpoint: Path, gate: Path
+) -> None:
+    models = [
+        model("a", checkpoint, x_gate=str(gate)),
+        *(model(name, checkpoint) for name in "bcd"),
+    ]
     daemon = start(make_daemon, models, "--loaders-ahead", "2")
     until(lambda: caches(daemon)["b/target"].phase == "waiting", "b waits")
     until(lambda: caches(daemon)["c/target"].phase == "waiting", "c waits")
@@ -51,7 +58,9 @@ def test_the_next_children_wait_while_the_first_loads(make_daemon: Launcher, che
     assert children(daemon.pid) == []
 
 
-def test_without_looking_ahead_one_child_runs_at_a_time(make_daemon: Launcher, checkpoint: Path, gate: Path) -> None:
+def test_without_looking_ahead_one_child_runs_at_a_time(
+    make_daemon: Launcher, checkpoint: Path, gate: Path
+) -> None:
     models = [model("a", checkpoint, x_gate=str(gate)), model("b", checkpoint)]
     daemon = start(make_daemon, models, "--loaders-ahead", "0")
     until(lambda: caches(daemon)["a/target"].phase == "weights", "a loads")
@@ -84,7 +93,9 @@ def test_child_that_dies_while_it_waits_fails_its_own_cache_alone(
 def test_waiting_for_a_turn_is_no_stall(make_daemon: Launcher, checkpoint: Path) -> None:
     models = [model("a", checkpoint, x_steps=60), model("b", checkpoint)]
     daemon = start(make_daemon, models, "--loaders-ahead", "1", "--stall-timeout", "4")
-    until(lambda: all(cache.state == "ready" for cache in caches(daemon).values()), "both are ready")
+    until(
+        lambda: all(cache.state == "ready" for cache in caches(daemon).values()), "both are ready"
+    )
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])

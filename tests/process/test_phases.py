@@ -1,4 +1,6 @@
-"""Every signal in every phase of the daemon's life: nothing half published, nothing leaked, the next start right."""
+"""Every signal in every phase of the daemon's life: nothing half published, nothing leaked, the
+next start right.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ STARTING = [
     "handshake",
 ]  # fmt: skip
 # Phases that begin with a request to a daemon that serves and has an engine.
-SERVING = ["serving", "reload-weights", "reload-handover", "reload-store", "reload-stored", "reload-unstore"]
+SERVING = [
+    "serving",
+    "reload-weights",
+    "reload-handover",
+    "reload-store",
+    "reload-stored",
+    "reload-unstore",
+]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP]
 # Before the event loop runs, a signal has its default effect.
 BEFORE_THE_LOOP = {"lock", "adopt", "bind"}
@@ -56,7 +65,9 @@ class Stage:
     def reach(self, phase: str) -> None:
         process = self.daemon.process
         assert process
-        until(lambda: self.pauses.reached(phase) or process.poll() is not None, f"it waits in {phase}")
+        until(
+            lambda: self.pauses.reached(phase) or process.poll() is not None, f"it waits in {phase}"
+        )
         assert process.poll() is None, self.daemon.log
 
     def let_go(self, phase: str) -> None:
@@ -64,8 +75,12 @@ class Stage:
         assert process
         self.pauses.let_go(phase, lambda: process.poll() is not None)
 
-    def strike(self, number: signal.Signals, phase: str | None, *, before_the_loop: bool = False) -> None:
-        """Send the signal in the phase, let the daemon go on, and see it end, or go on, as it should."""
+    def strike(
+        self, number: signal.Signals, phase: str | None, *, before_the_loop: bool = False
+    ) -> None:
+        """Send the signal in the phase, let the daemon go on, and see it end, or go on, as it
+        should.
+        """
         self.daemon.signal(number)
         if number is signal.SIGSTOP:
             self.daemon.signal(signal.SIGCONT)
@@ -81,7 +96,11 @@ class Stage:
             self.no_loader_is_left()
 
     def no_loader_is_left(self) -> None:
-        pids = [line.split()[-1] for line in self.spawns.read_text().splitlines()] if self.spawns.exists() else []
+        pids = (
+            [line.split()[-1] for line in self.spawns.read_text().splitlines()]
+            if self.spawns.exists()
+            else []
+        )
         until(lambda: not any(_runs(pid) for pid in pids), "no loader is left")
 
     def start_again(self) -> None:
@@ -89,7 +108,9 @@ class Stage:
         self.daemon.launch(keep_store=True).notified("READY=1")
 
     def serves(self, segments: int = SEGMENTS) -> StatusReply:
-        """One complete generation with the checkpoint's bytes, and nothing else in the store or in the daemon."""
+        """One complete generation with the checkpoint's bytes, and nothing else in the store or in
+        the daemon.
+        """
         status = self.daemon.until(lambda s: s.state == "ready", "it serves")
         (cache,) = status.caches
         assert (cache.state, cache.segments, cache.error) == ("ready", segments, "")
@@ -142,7 +163,9 @@ def test_signal_in_a_phase_of_the_start(stage: Stage, phase: str, number: signal
         stage.start_again()
     status = stage.serves()
     # Complete in the store before the end: taken back. Otherwise loaded again.
-    complete = phase in ("stored", "handshake") or (phase in ("publish", "store") and number is signal.SIGTERM)
+    complete = phase in ("stored", "handshake") or (
+        phase in ("publish", "store") and number is signal.SIGTERM
+    )
     if number is signal.SIGKILL:
         assert status.caches[0].source == ("adopted" if complete else "loaded")
     assert stage.daemon.stop() == 0
@@ -190,7 +213,9 @@ def test_signal_while_an_engine_is_served(
             stage.reach(point)
         stage.strike(number, point)
         if number is signal.SIGSTOP and point:
-            stage.daemon.until(lambda s: s.caches[0].generation == 2 and not s.caches[0].phase, "it is reloaded")
+            stage.daemon.until(
+                lambda s: s.caches[0].generation == 2 and not s.caches[0].phase, "it is reloaded"
+            )
     if number is not signal.SIGSTOP:
         stage.start_again()
     stage.serves(segments=3 if point else SEGMENTS)
@@ -256,6 +281,9 @@ def test_daemon_that_cannot_reach_its_own_socket_never_says_ready(stage: Stage) 
     manager = stage.daemon.manager
     assert manager
     assert not any("READY=1" in state for state in manager.states)
-    assert f"handshake with our own socket failed, giving up socket={stage.daemon.socket}" in stage.daemon.log
+    assert (
+        f"handshake with our own socket failed, giving up socket={stage.daemon.socket}"
+        in stage.daemon.log
+    )
     stage.start_again()
     stage.serves()

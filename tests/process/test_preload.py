@@ -1,4 +1,6 @@
-"""`weightcached preload` with real daemons: start, deaths, adoption, stop. vLLM's parser and loader are stand-ins."""
+"""`weightcached preload` with real daemons: start, deaths, adoption, stop. vLLM's parser and loader
+are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ class Preload:
         for fd in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
                 # The fake loader's names.
-                count += os.readlink(fd).startswith(("/memfd:segment-", "/memfd:index", "/memfd:weightcached-index"))
+                count += os.readlink(fd).startswith(
+                    ("/memfd:segment-", "/memfd:index", "/memfd:weightcached-index")
+                )
         return count
 
     def wait(self) -> int:
@@ -137,12 +141,20 @@ def gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-def test_one_daemon_for_each_rank_and_one_ready_line_when_all_serve(launch: Launcher, checkpoint: Path) -> None:
-    preload = launch("--model", str(checkpoint), "--tensor-parallel-size", "2", "--dtype", "float16").start()
-    assert preload.ready == f"READY checkpoint: 2 ranks on cpu0, cpu1, sockets in {preload.runtime}\n"
+def test_one_daemon_for_each_rank_and_one_ready_line_when_all_serve(
+    launch: Launcher, checkpoint: Path
+) -> None:
+    preload = launch(
+        "--model", str(checkpoint), "--tensor-parallel-size", "2", "--dtype", "float16"
+    ).start()
+    assert (
+        preload.ready == f"READY checkpoint: 2 ranks on cpu0, cpu1, sockets in {preload.runtime}\n"
+    )
     for rank in range(2):
         assert preload.cache(f"cpu{rank}").state == "ready"
-        key = key_of({"model": str(checkpoint), "tensor_parallel_size": 2, "dtype": "float16"}, rank=rank)
+        key = key_of(
+            {"model": str(checkpoint), "tensor_parallel_size": 2, "dtype": "float16"}, rank=rank
+        )
         with Client.welcome(preload.runtime / f"cpu{rank}.sock") as engine:
             engine.attach(key).close()
     assert len(preload.children()) == 2
@@ -163,25 +175,35 @@ def test_ready_waits_for_the_load(launch: Launcher, checkpoint: Path, gate: Path
     assert lines == [f"READY checkpoint: 1 rank on cpu0, sockets in {preload.runtime}\n"]
 
 
-def test_relative_model_is_that_of_the_callers_directory(launch: Launcher, checkpoint: Path) -> None:
+def test_relative_model_is_that_of_the_callers_directory(
+    launch: Launcher, checkpoint: Path
+) -> None:
     preload = launch("--model", "checkpoint", cwd=checkpoint.parent)
     assert preload.start().cache("cpu0").state == "ready"
 
 
-def test_rank_that_cannot_start_ends_the_others_and_gives_its_status(launch: Launcher, checkpoint: Path) -> None:
+def test_rank_that_cannot_start_ends_the_others_and_gives_its_status(
+    launch: Launcher, checkpoint: Path
+) -> None:
     runtime = checkpoint.parent / "run"
     runtime.mkdir(mode=0o700)
     with open(runtime / "cpu1.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        preload = launch("--model", str(checkpoint), "--tensor-parallel-size", "2", "--x-steps", "100")
+        preload = launch(
+            "--model", str(checkpoint), "--tensor-parallel-size", "2", "--x-steps", "100"
+        )
         assert preload.wait() == 75
     assert not list(runtime.glob("*.sock"))
     assert not list(runtime.glob("preload-*"))
     assert "daemon of cpu1 ended" in preload.log
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(runtime) in (p.info["cmdline"] or ())]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(runtime) in (p.info["cmdline"] or ())
+    ]
 
 
-def test_rank_killed_in_start_up_gives_a_shells_status(launch: Launcher, checkpoint: Path, gate: Path) -> None:
+def test_rank_killed_in_start_up_gives_a_shells_status(
+    launch: Launcher, checkpoint: Path, gate: Path
+) -> None:
     preload = launch("--model", str(checkpoint), "--x-gate", str(gate))
     preload.loads()
     children = preload.children()
@@ -195,10 +217,19 @@ def test_failed_load_gives_the_daemons_status(launch: Launcher, checkpoint: Path
     assert launch("--model", str(checkpoint), "--x-fault", "exit-3-silently-in-packing").wait() == 1
 
 
-def test_rank_that_dies_later_is_restarted_and_adopts(launch: Launcher, checkpoint: Path, short_tmp: Path) -> None:
+def test_rank_that_dies_later_is_restarted_and_adopts(
+    launch: Launcher, checkpoint: Path, short_tmp: Path
+) -> None:
     spawns = short_tmp / "spawns"
     preload = launch(
-        "--model", str(checkpoint), "--tensor-parallel-size", "2", "--x-spawns", str(spawns), "--x-segments", "5"
+        "--model",
+        str(checkpoint),
+        "--tensor-parallel-size",
+        "2",
+        "--x-spawns",
+        str(spawns),
+        "--x-segments",
+        "5",
     ).start()
     other = preload.pid("cpu1")
     for _ in range(3):
@@ -206,9 +237,16 @@ def test_rank_that_dies_later_is_restarted_and_adopts(launch: Launcher, checkpoi
         os.kill(old, signal.SIGKILL)
         until(partial(answers, preload, other_than=old), "the restarted daemon serves")
         cache = preload.cache("cpu0")
-        assert (cache.state, cache.source, cache.generation, cache.segments) == ("ready", "adopted", 1, 5)
+        assert (cache.state, cache.source, cache.generation, cache.segments) == (
+            "ready",
+            "adopted",
+            1,
+            5,
+        )
         with Client.welcome(preload.runtime / "cpu0.sock") as engine:
-            engine.attach(key_of({"model": str(checkpoint), "tensor_parallel_size": 2}, rank=0)).close()
+            engine.attach(
+                key_of({"model": str(checkpoint), "tensor_parallel_size": 2}, rank=0)
+            ).close()
     assert preload.pid("cpu1") == other
     assert len(spawns.read_text().splitlines()) == 2, "each rank was loaded once"
     assert preload.stop() == 0
@@ -219,7 +257,9 @@ def answers(preload: Preload, *, other_than: int) -> bool:
     return status is not None and status.pid != other_than and status.state == "ready"
 
 
-def test_descriptors_of_what_was_replaced_or_dropped_are_let_go(launch: Launcher, checkpoint: Path) -> None:
+def test_descriptors_of_what_was_replaced_or_dropped_are_let_go(
+    launch: Launcher, checkpoint: Path
+) -> None:
     preload = launch("--model", str(checkpoint), "--x-segments", "5").start()
     assert preload.kept() == 6
     with Client.welcome(preload.runtime / "cpu0.sock", "ctl") as client:
@@ -232,7 +272,9 @@ def test_descriptors_of_what_was_replaced_or_dropped_are_let_go(launch: Launcher
     assert preload.kept() == 0
 
 
-def test_rank_that_cannot_come_back_ends_the_command_with_its_status(launch: Launcher, checkpoint: Path) -> None:
+def test_rank_that_cannot_come_back_ends_the_command_with_its_status(
+    launch: Launcher, checkpoint: Path
+) -> None:
     preload = launch("--model", str(checkpoint), "--tensor-parallel-size", "2").start()
     with open(preload.runtime / "cpu0.lock", "rb") as lock:
         os.kill(preload.pid("cpu0"), signal.SIGKILL)
@@ -244,7 +286,9 @@ def test_rank_that_cannot_come_back_ends_the_command_with_its_status(launch: Lau
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_stops_all_and_leaves_nothing(launch: Launcher, checkpoint: Path, number: signal.Signals) -> None:
+def test_signal_stops_all_and_leaves_nothing(
+    launch: Launcher, checkpoint: Path, number: signal.Signals
+) -> None:
     preload = launch("--model", str(checkpoint), "--tensor-parallel-size", "2").start()
     children = preload.children()
     assert preload.stop(number) == 0
@@ -261,7 +305,9 @@ def test_signal_in_start_up_stops_all(launch: Launcher, checkpoint: Path, gate: 
     gone(children)
 
 
-def test_killed_command_takes_its_children_along(launch: Launcher, checkpoint: Path, gate: Path) -> None:
+def test_killed_command_takes_its_children_along(
+    launch: Launcher, checkpoint: Path, gate: Path
+) -> None:
     preload = launch("--model", str(checkpoint), "--x-gate", str(gate))
     preload.loads()
     children = preload.children()
@@ -269,7 +315,9 @@ def test_killed_command_takes_its_children_along(launch: Launcher, checkpoint: P
     gone(children)
     assert list(preload.runtime.glob("preload-*"))
     again = launch("--model", str(checkpoint)).start()
-    assert len(list(preload.runtime.glob("preload-*"))) == 1, "what the killed command left is removed"
+    assert len(list(preload.runtime.glob("preload-*"))) == 1, (
+        "what the killed command left is removed"
+    )
     assert again.stop() == 0
 
 
@@ -295,8 +343,14 @@ def test_parsers_words_and_status_are_the_commands(launch: Launcher, checkpoint:
             ["--weight_cache_master_port", "29501"],
             "--weight-cache-master-port 29501 is the engine's --master-port too: choose another",
         ),
-        (["--enable-eplb", "true"], "enable_eplb moves experts while serving, the cached weights stay: leave it out"),
-        (["--nnodes", "3"], "nnodes 3 does not divide the 1 ranks of this model: choose one that does"),
+        (
+            ["--enable-eplb", "true"],
+            "enable_eplb moves experts while serving, the cached weights stay: leave it out",
+        ),
+        (
+            ["--nnodes", "3"],
+            "nnodes 3 does not divide the 1 ranks of this model: choose one that does",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_status_2(

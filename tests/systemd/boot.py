@@ -2,9 +2,10 @@
 
     unshare --mount --pid … python -m tests.systemd.boot PRIVATE
 
-PRIVATE holds what that machine has for itself: `etc`, `home` and `state` (/var/lib/systemd). All else is the real
-machine's, and cannot be written: what runs in here runs as root, with the unit files of the real machine at hand.
-Borders: namespaces, cgroup and the content of PRIVATE are system_manager.py's.
+PRIVATE holds what that machine has for itself: `etc`, `home` and `state` (/var/lib/systemd). All
+else is the real machine's, and cannot be written: what runs in here runs as root, with the unit
+files of the real machine at hand. Borders: namespaces, cgroup and the content of PRIVATE are
+system_manager.py's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SYSTEMD = "/lib/systemd/systemd"
-# Where only the units lie that this machine shall know; beside it, what sessions and `systemctl` make at run time.
+# Where only the units lie that this machine shall know; beside it, what sessions and `systemctl`
+# make at run time.
 UNIT_DIR = "/etc/systemd/only"
 UNIT_PATH = f"/run/systemd/control:/run/systemd/transient:{UNIT_DIR}"
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -40,7 +42,9 @@ def read_only(target: str) -> None:
 
 
 def needed() -> Iterator[Path]:
-    """What an ordinary user must be able to read in order to run this interpreter with all that it imports."""
+    """What an ordinary user must be able to read in order to run this interpreter with all that it
+    imports.
+    """
     tree = Path(__file__).resolve().parents[2]
     found = [tree, *(Path(path) for path in (sys.prefix, sys.base_prefix, *sys.path) if path)]
     kept: list[Path] = []
@@ -52,17 +56,28 @@ def needed() -> Iterator[Path]:
 
 def closed_above(path: Path) -> Path | None:
     """The uppermost directory on the way to `path` that others may not enter."""
-    return next((folder for folder in reversed(path.parents) if not folder.stat().st_mode & 0o001), None)
+    return next(
+        (folder for folder in reversed(path.parents) if not folder.stat().st_mode & 0o001), None
+    )
 
 
 def open_ways(paths: Iterable[Path]) -> None:
-    """Hide /tmp, /home and every directory that is closed to users; then show, inside of them, `paths` alone."""
+    """Hide /tmp, /home and every directory that is closed to users; then show, inside of them,
+    `paths` alone.
+    """
     paths = list(paths)
     hidden = {Path("/tmp"), Path("/var/tmp"), Path("/home")}
     hidden |= {folder for path in paths if (folder := closed_above(path)) is not None}
     tops = [folder for folder in hidden if not hidden.intersection(folder.parents)]
     for folder in tops:
-        mount("-t", "tmpfs", "-o", "mode=1777" if folder.name == "tmp" else "mode=755", "tmpfs", str(folder))
+        mount(
+            "-t",
+            "tmpfs",
+            "-o",
+            "mode=1777" if folder.name == "tmp" else "mode=755",
+            "tmpfs",
+            str(folder),
+        )
     for path in paths:
         if any(path.is_relative_to(folder) for folder in tops):
             path.mkdir(parents=True)
@@ -84,7 +99,9 @@ def file_systems(private: Path) -> None:
 
 
 def devices(console: str) -> None:
-    """A /dev with the harmless ones, and `console`, a terminal, as the one that systemd writes its log to."""
+    """A /dev with the harmless ones, and `console`, a terminal, as the one that systemd writes its
+    log to.
+    """
     dev = Path("/run/dev")
     dev.mkdir()
     for name in (*_DEVICES, "console"):
@@ -123,7 +140,13 @@ def main() -> None:
         "SYSTEMD_GENERATOR_PATH": "/nonexistent",
         "SYSTEMD_ENVIRONMENT_GENERATOR_PATH": "/nonexistent",
     }
-    command = ["setpriv", f"--bounding-set={_CAPABILITIES}", SYSTEMD, "--system", "--log-target=console"]
+    command = [
+        "setpriv",
+        f"--bounding-set={_CAPABILITIES}",
+        SYSTEMD,
+        "--system",
+        "--log-target=console",
+    ]
     os.execvpe(command[0], [*command, "--show-status=no"], environment)
 
 

@@ -1,6 +1,8 @@
-"""A private `systemd --user`: its own runtime and configuration directories, its own cgroup, its own bus address.
+"""A private `systemd --user`: its own runtime and configuration directories, its own cgroup, its
+own bus address.
 
-Needs root, or a delegated cgroup, and systemd's binary; the machine's own service manager is not touched.
+Needs root, or a delegated cgroup, and systemd's binary; the machine's own service manager is not
+touched.
 
     python tests/systemd/manager.py run -- CMD…     runs CMD inside it and ends with CMD's status
 """
@@ -23,7 +25,14 @@ START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.05
 # What would lead back to another manager or to its bus.
-_FOREIGN = ("DBUS_SESSION_BUS_ADDRESS", "NOTIFY_SOCKET", "INVOCATION_ID", "JOURNAL_STREAM", "MANAGERPID", "LISTEN_FDS")
+_FOREIGN = (
+    "DBUS_SESSION_BUS_ADDRESS",
+    "NOTIFY_SOCKET",
+    "INVOCATION_ID",
+    "JOURNAL_STREAM",
+    "MANAGERPID",
+    "LISTEN_FDS",
+)
 
 
 class ManagerError(Exception):
@@ -132,12 +141,17 @@ class PrivateManager:
 def new_cgroups() -> list[Path]:
     """A cgroup of our own in every hierarchy by which a manager tracks processes.
 
-    On a machine with both versions these are two, and the manager looks at the one of version 2. Without a group of
-    its own there, its units would have the root's, and two managers with a unit of one name would kill each other's.
+    On a machine with both versions these are two, and the manager looks at the one of version 2.
+    Without a group of its own there, its units would have the root's, and two managers with a unit
+    of one name would kill each other's.
     """
-    own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    own = dict(
+        line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
+    )
     mounts = {"name=systemd": Path("/sys/fs/cgroup/systemd"), "": Path("/sys/fs/cgroup/unified")}
-    bases = {kind: base for kind, base in mounts.items() if base.is_dir()} or {"": Path("/sys/fs/cgroup")}
+    bases = {kind: base for kind, base in mounts.items() if base.is_dir()} or {
+        "": Path("/sys/fs/cgroup")
+    }
     name = f"weightcached-manager-{os.getpid()}-{time.monotonic_ns()}"
     groups = [base / own.get(kind, "/").lstrip("/") / name for kind, base in bases.items()]
     for group in groups:
@@ -163,14 +177,16 @@ def _spawn(cgroups: Sequence[Path], env: dict[str, str], log: IO[bytes]) -> subp
 
 def entering(cgroups: Sequence[Path], command: str) -> list[str]:
     """The command that runs a shell's `command` in these cgroups."""
-    # The shell moves itself first, so that a manager finds itself in groups of its own from the start.
+    # The shell moves itself first, so that a manager finds itself in groups of its own from the
+    # start.
     moves = " && ".join(f'echo $$ > "{cgroup}/cgroup.procs"' for cgroup in cgroups)
     return ["/bin/sh", "-c", f"{moves} && exec {command}"]
 
 
 def remove_cgroup(cgroup: Path) -> None:
     """End what runs in it and below, and remove it."""
-    # The manager removes its own on the way out; after a SIGKILL groups with processes in them may be left.
+    # The manager removes its own on the way out; after a SIGKILL groups with processes in them may
+    # be left.
     for directory, _, _ in os.walk(cgroup, topdown=False):
         for pid in _processes(Path(directory)):
             with contextlib.suppress(ProcessLookupError):
@@ -201,7 +217,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def exit_status(main: Callable[[Sequence[str]], int]) -> int:
-    """Run a command's `main` on this process's arguments; a ManagerError is told on standard error."""
+    """Run a command's `main` on this process's arguments; a ManagerError is told on standard
+    error.
+    """
     try:
         return main(sys.argv[1:])
     except ManagerError as e:

@@ -1,8 +1,10 @@
-"""A private `systemd --system` with logind and a bus: a small machine on which a user can log in and out.
+"""A private `systemd --system` with logind and a bus: a small machine on which a user can log in
+and out.
 
-It is PID 1 of namespaces of its own (process, mount, host name, IPC, network, cgroup), so nothing that it stops,
-mounts or removes is the real machine's, and the end of that one process ends all others. Needs root.
-Borders: what the namespaces look like inside is boot.py's; user managers alone, without logins, are manager.py's.
+It is PID 1 of namespaces of its own (process, mount, host name, IPC, network, cgroup), so nothing
+that it stops, mounts or removes is the real machine's, and the end of that one process ends all
+others. Needs root. Borders: what the namespaces look like inside is boot.py's; user managers alone,
+without logins, are manager.py's.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ _POLL_S = 0.02
 _ROOT = Path(__file__).resolve().parents[2]
 _SYSTEM_UNITS = Path(SYSTEMD).parent / "system"
 # All that a login needs. The rest of a machine's units would look for its disks, network and clock.
-_UNITS = ["dbus.service", "dbus.socket", "systemd-logind.service", "user@.service", "user-runtime-dir@.service"]
+_UNITS = [
+    "dbus.service",
+    "dbus.socket",
+    "systemd-logind.service",
+    "user@.service",
+    "user-runtime-dir@.service",
+]
 _UNITS += ["user.slice", "user@.service.d", "user-.slice.d"]
 _TARGETS = {
     "sysinit.target": "",
@@ -48,9 +56,19 @@ _ACCOUNT = {
     "shadow": f"{USER}:!:20000::::::\n",
 }
 # Killed with the test, and the system with it.
-_UNSHARE = ["setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--kill-child", "--pid", "--mount", "--mount-proc"]
+_UNSHARE = [
+    "setpriv",
+    "--pdeathsig=KILL",
+    "unshare",
+    "--fork",
+    "--kill-child",
+    "--pid",
+    "--mount",
+    "--mount-proc",
+]
 _UNSHARE += ["--uts", "--ipc", "--net"]
-# Later than the others: the cgroup in which a process does it is the root of what it and its children see.
+# Later than the others: the cgroup in which a process does it is the root of what it and its
+# children see.
 _UNSHARE_CGROUP = ["unshare", "--cgroup"]
 _PATH = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -61,20 +79,38 @@ def missing() -> str | None:
         return "needs root, for namespaces"
     logind = Path(SYSTEMD).with_name("systemd-logind")
     bus = (Path("/usr/bin/dbus-daemon"), _SYSTEM_UNITS / "dbus.service")
-    for path, package in ((Path(SYSTEMD), "systemd"), (logind, "systemd"), *((path, "dbus") for path in bus)):
+    for path, package in (
+        (Path(SYSTEMD), "systemd"),
+        (logind, "systemd"),
+        *((path, "dbus") for path in bus),
+    ):
         if not path.exists():
             return f"{path} is missing: install {package}"
-    if not glob.glob("/lib/*/security/pam_systemd.so") and not glob.glob("/lib*/security/pam_systemd.so"):
+    if not glob.glob("/lib/*/security/pam_systemd.so") and not glob.glob(
+        "/lib*/security/pam_systemd.so"
+    ):
         return "pam_systemd.so is missing: install libpam-systemd"
-    if not any(Path("/sys/fs/cgroup", folder, "cgroup.controllers").exists() for folder in ("", "unified")):
+    if not any(
+        Path("/sys/fs/cgroup", folder, "cgroup.controllers").exists() for folder in ("", "unified")
+    ):
         return "no cgroups of version 2"
-    probe = [*_UNSHARE, *_UNSHARE_CGROUP, "sh", "-c", "mount -t tmpfs tmpfs /run && mount -t cgroup2 cgroup2 /run"]
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=False)
+    probe = [
+        *_UNSHARE,
+        *_UNSHARE_CGROUP,
+        "sh",
+        "-c",
+        "mount -t tmpfs tmpfs /run && mount -t cgroup2 cgroup2 /run",
+    ]
+    done = subprocess.run(
+        probe, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=False
+    )
     return f"no namespaces of our own: {done.stderr.strip()}" if done.returncode else None
 
 
 class PrivateSystem:
-    """One system, from boot() to close(). `home` is its user's home directory, as the test sees it."""
+    """One system, from boot() to close(). `home` is its user's home directory, as the test sees
+    it.
+    """
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="wcs-", dir="/tmp"))
@@ -126,7 +162,8 @@ class PrivateSystem:
         # A terminal that nobody reads stops its writers.
         self._log_reader = threading.Thread(target=self._copy_log, args=(terminal,), daemon=True)
         self._log_reader.start()
-        # Only what is inside is in the cgroup: one with processes and groups of its own gets no controllers.
+        # Only what is inside is in the cgroup: one with processes and groups of its own gets no
+        # controllers.
         boot = [*_UNSHARE_CGROUP, sys.executable, "-m", "tests.systemd.boot", str(self.directory)]
         try:
             return subprocess.Popen(
@@ -177,7 +214,9 @@ class PrivateSystem:
 
     @property
     def enter(self) -> list[str]:
-        """The command that runs another one inside, as root and without anything of this environment."""
+        """The command that runs another one inside, as root and without anything of this
+        environment.
+        """
         if not self._pid:
             raise ManagerError("the private system is not running")
         return ["nsenter", f"--target={self._pid}", "--all", "env", "-i", _PATH]
@@ -185,39 +224,64 @@ class PrivateSystem:
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command inside as root, outside of any session."""
         return subprocess.run(
-            [*self.enter, *command], capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=check
+            [*self.enter, *command],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_TIMEOUT_S,
+            check=check,
         )
 
     def run_as_user(self, command: str) -> subprocess.CompletedProcess[str]:
-        """A shell command of the user outside of any session, as after `su`: without pam_systemd and its variables."""
-        user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "env", f"HOME=/home/{USER}"]
+        """A shell command of the user outside of any session, as after `su`: without pam_systemd
+        and its variables.
+        """
+        user = [
+            "setpriv",
+            f"--reuid={UID}",
+            f"--regid={UID}",
+            "--clear-groups",
+            "env",
+            f"HOME=/home/{USER}",
+        ]
         return self.run(*user, "sh", "-c", command, check=False)
 
     def log_in(self) -> Session:
-        """Open a session and wait until its shell answers. It ends with the system at the latest."""
+        """Open a session and wait until its shell answers. It ends with the system at the
+        latest.
+        """
         session = Session(self.enter)
         self._sessions.append(session)
         session.start()
         return session
 
     def processes(self) -> dict[int, str]:
-        """The user's processes by their pids inside, each with its command line; none that has only to be reaped."""
+        """The user's processes by their pids inside, each with its command line; none that has only
+        to be reaped.
+        """
         found = {}
         for process in self.path("/proc").glob("[0-9]*"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                command = (
+                    (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 if command and process.stat().st_uid == UID:
                     found[int(process.name)] = command.strip()
         return found
 
     def user_state(self) -> str:
-        """What logind calls the user's state; "gone" once it doesn't know him and has removed his runtime directory."""
-        shown = self.run("loginctl", "show-user", str(UID), "--property=State", "--value", check=False)
+        """What logind calls the user's state; "gone" once it doesn't know him and has removed his
+        runtime directory.
+        """
+        shown = self.run(
+            "loginctl", "show-user", str(UID), "--property=State", "--value", check=False
+        )
         left = self.path(f"/run/user/{UID}").exists()
         return shown.stdout.strip() or ("leaving" if left else "gone")
 
     def forget_user(self) -> None:
-        """Log the user out everywhere, end what that leaves, and empty his home, so that he is as he was at first."""
+        """Log the user out everywhere, end what that leaves, and empty his home, so that he is as
+        he was at first.
+        """
         self._log_out_everywhere()
         self.run("loginctl", "disable-linger", USER, check=False)
         # `terminate-user` leaves alone what a session that is closed already has left behind.
@@ -267,7 +331,8 @@ class PrivateSystem:
 
 
 class Session:
-    """A login shell of the user, opened through PAM as by sshd, that runs one command after the other.
+    """A login shell of the user, opened through PAM as by sshd, that runs one command after the
+    other.
 
     `enter` is the command that runs another one inside; `id` is logind's name of the session.
     """
@@ -293,7 +358,9 @@ class Session:
         """Exit status and output of a shell command."""
         assert self._shell.stdin
         mark = f"--- {time.monotonic_ns()} "
-        self._shell.stdin.write(f"{{ {command}\n}} </dev/null 2>&1; status=$?; echo; echo '{mark}'$status\n".encode())
+        self._shell.stdin.write(
+            f"{{ {command}\n}} </dev/null 2>&1; status=$?; echo; echo '{mark}'$status\n".encode()
+        )
         self._shell.stdin.flush()
         output, status = self._read_until(f"\n{mark}".encode())
         return status, output.strip()
@@ -312,13 +379,19 @@ class Session:
             if found and b"\n" in after:
                 status, _, self._unread = after.partition(b"\n")
                 return before.decode(errors="replace"), int(status)
-            readable, _, _ = select.select([self._shell.stdout], [], [], max(0.0, deadline_s - time.monotonic()))
+            readable, _, _ = select.select(
+                [self._shell.stdout], [], [], max(0.0, deadline_s - time.monotonic())
+            )
             data = os.read(self._shell.stdout.fileno(), 65536) if readable else b""
-            assert data, f"the session {'has ended' if readable else 'is silent'}: {self._unread.decode()}"
+            assert data, (
+                f"the session {'has ended' if readable else 'is silent'}: {self._unread.decode()}"
+            )
             self._unread += data
 
     def log_out(self) -> None:
-        """End the shell, as `exit` does, and wait until PAM has closed the session. May be called twice."""
+        """End the shell, as `exit` does, and wait until PAM has closed the session. May be called
+        twice.
+        """
         assert self._shell.stdin
         with contextlib.suppress(BrokenPipeError):
             self._shell.stdin.close()
@@ -338,7 +411,9 @@ class Session:
 
 
 def main(argv: Sequence[str]) -> int:
-    """For looking around: `python -m tests.systemd.system_manager CMD…` runs CMD inside, as root."""
+    """For looking around: `python -m tests.systemd.system_manager CMD…` runs CMD inside, as
+    root.
+    """
     reason = missing()
     if reason is not None:
         raise ManagerError(reason)

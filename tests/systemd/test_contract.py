@@ -1,4 +1,6 @@
-"""What the product's unit promises under a real manager beside test_unit.py: limits, grouping, upgrade, hardening."""
+"""What the product's unit promises under a real manager beside test_unit.py: limits, grouping,
+upgrade, hardening.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def memfds(manager: PrivateManager) -> int:
     return sum("/memfd:" in target for target in manager.descriptors())
 
 
-def test_unit_is_active_only_after_the_handshake_with_its_own_socket(unit: Unit, tmp_path: Path) -> None:
+def test_unit_is_active_only_after_the_handshake_with_its_own_socket(
+    unit: Unit, tmp_path: Path
+) -> None:
     gates = Pauses(tmp_path / "pauses")
     gates.arm("handshake")
     unit.install(f"Environment={pauses.VARIABLE}={gates.directory}", module="tests.fakes.pauses")
@@ -69,19 +73,26 @@ def test_daemon_reexec_of_the_manager_loses_nothing(unit: Unit, manager: Private
     assert memfds(manager) == before
 
 
-def test_index_of_an_older_format_in_the_store_is_loaded_anew(unit: Unit, manager: PrivateManager) -> None:
+def test_index_of_an_older_format_in_the_store_is_loaded_anew(
+    unit: Unit, manager: PrivateManager
+) -> None:
     before = memfds(manager)
     unit.install(module="tests.fakes.older").systemctl("start")
     assert memfds(manager) == before + 3
     unit.install().systemctl("restart")
     assert (unit.cache().source, unit.cache().state, unit.loads()) == ("loaded", "ready", 2)
-    assert "descriptors=3 reason=tensor index has format version 0, this software reads 1" in unit.log()
+    assert (
+        "descriptors=3 reason=tensor index has format version 0, this software reads 1"
+        in unit.log()
+    )
     # Of the old set nothing is left.
     assert memfds(manager) == before + 3
     assert unit.log().count("Traceback") == 0
 
 
-def test_runtime_directory_removed_under_the_daemon_is_made_again_without_a_restart(unit: Unit) -> None:
+def test_runtime_directory_removed_under_the_daemon_is_made_again_without_a_restart(
+    unit: Unit,
+) -> None:
     unit.install("WatchdogSec=1s").systemctl("start")
     pid = unit.pid
     shutil.rmtree(unit.socket.parent)
@@ -91,7 +102,9 @@ def test_runtime_directory_removed_under_the_daemon_is_made_again_without_a_rest
 
 
 def test_session_directory_removed_under_the_manager_costs_no_weights(tmp_path: Path) -> None:
-    """What logind does to /run/user/<uid>, here while the manager lives on; the manager's own sockets go with it."""
+    """What logind does to /run/user/<uid>, here while the manager lives on; the manager's own
+    sockets go with it.
+    """
     with PrivateManager() as manager:
         unit = Unit(manager, tmp_path, "cpu900")
         unit.install("WatchdogSec=1s").systemctl("start")
@@ -99,7 +112,10 @@ def test_session_directory_removed_under_the_manager_costs_no_weights(tmp_path: 
         with unit.client() as engine:
             ready = engine.attach(key_of(unit.engine)).ready
             shutil.rmtree(manager.runtime_dir)
-            until(lambda: "our socket is gone and cannot be made again" in unit.log(), "the daemon says so")
+            until(
+                lambda: "our socket is gone and cannot be made again" in unit.log(),
+                "the daemon says so",
+            )
             # Longer than the watchdog's second.
             silent_until_s = time.monotonic() + 1.5
             until(lambda: time.monotonic() > silent_until_s, "the watchdog would have bitten")
@@ -112,7 +128,10 @@ def test_session_directory_removed_under_the_manager_costs_no_weights(tmp_path: 
             assert engine.attach(key_of(unit.engine)).ready == ready
         # No systemctl reaches it any more.
         os.kill(manager.pid, signal.SIGTERM)
-        until(lambda: not Path(f"/proc/{pid}").exists(), "the manager has stopped the unit on its way out")
+        until(
+            lambda: not Path(f"/proc/{pid}").exists(),
+            "the manager has stopped the unit on its way out",
+        )
         assert unit.log().count("stopped device=cpu900") == 1
 
 
@@ -124,7 +143,9 @@ def test_hardening_of_the_unit_is_in_force_on_daemon_and_loader(unit: Unit, tmp_
     until(lambda: gates.reached("weights"), "the loader runs")
     loader = unit.spawns.read_text().split()[-1]
     for pid in (str(unit.pid), loader):
-        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        status = dict(
+            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
         # All options but two are filters of mode 2.
         assert (status["NoNewPrivs"], status["Seccomp"], status["Umask"]) == ("1", "2", "0077")
         assert int(status["Seccomp_filters"]) >= 6
@@ -153,7 +174,9 @@ def test_filters_of_the_unit_forbid_and_allow_what_they_should(unit: Unit, tmp_p
     script, out = tmp_path / "forbidden.py", tmp_path / "out"
     script.write_text(FORBIDDEN)
     start = f"ExecStart={sys.executable} {script}"
-    unit.install("Type=oneshot", "Restart=no", "ExecStart=", start, f"StandardOutput=file:{out}").systemctl("start")
+    unit.install(
+        "Type=oneshot", "Restart=no", "ExecStart=", start, f"StandardOutput=file:{out}"
+    ).systemctl("start")
     assert out.read_text().split() == [
         *("AF_INET", "works", "AF_INET6", "works", "AF_NETLINK", "works", "AF_UNIX", "works"),
         *("AF_ALG", "EAFNOSUPPORT", "AF_PACKET", "EAFNOSUPPORT"),
@@ -175,10 +198,14 @@ class Group:
         checkpoint = write_checkpoint(directory / "checkpoint")
         write_manifest(manifest, [model(f"m{n}", checkpoint, f"cpu90{n}") for n in (1, 2)])
         start = f'{sys.executable} -m weightcached serve %i --manifest {manifest} --loader-command "{LOADER}"'
-        text = product_unit(start, f"{sys.executable} -m tests.fakes.client %t/weightcached/%i.sock")
+        text = product_unit(
+            start, f"{sys.executable} -m tests.fakes.client %t/weightcached/%i.sock"
+        )
         text += SETTINGS.format(root=ROOT, log=directory / "daemon.log")
         (manager.unit_dir / "weightcached@.service").write_text(text)
-        manager.write_unit("weightcached.target", (ROOT / "systemd/weightcached.target").read_text())
+        manager.write_unit(
+            "weightcached.target", (ROOT / "systemd/weightcached.target").read_text()
+        )
         manager.systemctl("enable", *self.units)
 
     def states(self) -> list[str]:
@@ -199,7 +226,9 @@ def group(manager: PrivateManager, tmp_path: Path) -> Iterator[Group]:
     group.close()
 
 
-def test_target_starts_restarts_and_stops_every_enabled_unit(group: Group, manager: PrivateManager) -> None:
+def test_target_starts_restarts_and_stops_every_enabled_unit(
+    group: Group, manager: PrivateManager
+) -> None:
     before = memfds(manager)
     assert group.states() == ["inactive", "inactive"]
     manager.systemctl("start", "weightcached.target")
@@ -213,17 +242,24 @@ def test_target_starts_restarts_and_stops_every_enabled_unit(group: Group, manag
     assert memfds(manager) == before
 
 
-def test_one_unit_of_the_group_restarts_without_the_other(group: Group, manager: PrivateManager) -> None:
+def test_one_unit_of_the_group_restarts_without_the_other(
+    group: Group, manager: PrivateManager
+) -> None:
     manager.systemctl("start", "weightcached.target")
     until(lambda: group.states() == ["active", "active"], "both units are up")
     first, second = (int(manager.show(unit, "MainPID")) for unit in group.units)
     os.kill(first, signal.SIGKILL)
-    until(lambda: int(manager.show(group.units[0], "MainPID")) not in (0, first), "the first is replaced")
+    until(
+        lambda: int(manager.show(group.units[0], "MainPID")) not in (0, first),
+        "the first is replaced",
+    )
     until(lambda: group.states() == ["active", "active"], "both units are up")
     assert int(manager.show(group.units[1], "MainPID")) == second
 
 
-def test_exposure_that_systemd_reckons_is_no_worse_than_documented(group: Group, manager: PrivateManager) -> None:
+def test_exposure_that_systemd_reckons_is_no_worse_than_documented(
+    group: Group, manager: PrivateManager
+) -> None:
     command = ["systemd-analyze", "--user", "--no-pager", "security", group.units[0]]
     done = subprocess.run(command, env=manager.env, capture_output=True, text=True, check=True)
     overall = done.stdout.strip().splitlines()[-1]

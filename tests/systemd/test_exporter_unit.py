@@ -16,7 +16,9 @@ from weightcached.system.units import source
 NAME = "weightcached-exporter.service"
 
 
-def test_unit_serves_health_and_metrics_and_stops(manager: PrivateManager, unit: Unit, tmp_path: Path) -> None:
+def test_unit_serves_health_and_metrics_and_stops(
+    manager: PrivateManager, unit: Unit, tmp_path: Path
+) -> None:
     unit.install().systemctl("start")
     log = tmp_path / "exporter.log"
     command = f"{shlex.quote(sys.executable)} -m weightcached exporter --port 0 --manifest {unit.manifest}"
@@ -29,7 +31,9 @@ def test_unit_serves_health_and_metrics_and_stops(manager: PrivateManager, unit:
         found = re.search(r"port=(\d+)", log.read_text())
         assert found
         for path, expected in (("health", "ready: 1 cache\n"), ("metrics", "weightcached_up")):
-            with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/{path}", timeout=30) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{found[1]}/{path}", timeout=30
+            ) as answer:
                 assert expected in answer.read().decode()
     finally:
         manager.systemctl("stop", NAME, check=False)

@@ -1,4 +1,6 @@
-"""Logins and logouts through a real logind: what the daemon and its weights do then, with lingering and without."""
+"""Logins and logouts through a real logind: what the daemon and its weights do then, with lingering
+and without.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ RUNTIME = f"/run/user/{UID}"
 SOCKET = f"{RUNTIME}/weightcached/cpu0.sock"
 CTL = Path(sys.executable).with_name("weightcachectl")
 PYTHON = f"env PYTHONPATH={shlex.quote(str(ROOT))} PYTHONDONTWRITEBYTECODE=1 {shlex.quote(sys.executable)}"
-# What the unit that `weightcachectl install` wrote needs beside: this tree, a loader without vLLM, a log to read.
+# What the unit that `weightcachectl install` wrote needs beside: this tree, a loader without vLLM,
+# a log to read.
 DROP_IN = f"""
 [Service]
 ExecStart=
@@ -49,7 +52,9 @@ class Site:
         self.configuration = system.home / ".config/weightcached"
         self.configuration.mkdir(parents=True)
         engine = {"x_spawns": f"{HOME}/spawns", "x_pauses": f"{HOME}/pauses"}
-        write_manifest(self.configuration / "manifest.yaml", [model("m", Path(HOME, "checkpoint"), **engine)])
+        write_manifest(
+            self.configuration / "manifest.yaml", [model("m", Path(HOME, "checkpoint"), **engine)]
+        )
         drop_in = system.home / ".config/systemd/user/weightcached@.service.d/test.conf"
         drop_in.parent.mkdir(parents=True)
         drop_in.write_text(DROP_IN)
@@ -69,7 +74,9 @@ class Site:
         return session
 
     def log_out(self, session: Session, state: str) -> None:
-        """End a session and wait until logind sees the user in this state; "gone" is without a runtime directory."""
+        """End a session and wait until logind sees the user in this state; "gone" is without a
+        runtime directory.
+        """
         session.log_out()
         until(lambda: self.system.user_state() == state, f"the user is {state}")
 
@@ -83,7 +90,9 @@ class Site:
         seen: list[dict[str, Any]] = []
 
         def ready() -> bool:
-            seen[:] = [status for status in [self.status()] if status and status["state"] == "ready"]
+            seen[:] = [
+                status for status in [self.status()] if status and status["state"] == "ready"
+            ]
             return bool(seen and seen[0]["caches"])
 
         until(ready, "the daemon serves")
@@ -103,7 +112,9 @@ class Site:
             # One that ends meanwhile holds nothing.
             with contextlib.suppress(OSError):
                 links = [os.readlink(fd) for fd in process.glob("fd/*")]
-                if any("/memfd:segment-" in text for text in (*links, (process / "maps").read_text())):
+                if any(
+                    "/memfd:segment-" in text for text in (*links, (process / "maps").read_text())
+                ):
                     found.add(int(process.name))
         return found
 
@@ -113,12 +124,16 @@ class Site:
         text = session.run(command)[1] if session else self.system.run_as_user(command).stdout
         checks = ("linger", "XDG_RUNTIME_DIR", "user manager", "runtime directory", "socket")
         return {
-            f["check"]: (f["level"], f["text"], f["fix"]) for f in json.loads(text)["findings"] if f["check"] in checks
+            f["check"]: (f["level"], f["text"], f["fix"])
+            for f in json.loads(text)["findings"]
+            if f["check"] in checks
         }
 
 
 class Engine:
-    """An engine as a process inside that outlives who started it. Its input and output are files in the user's home."""
+    """An engine as a process inside that outlives who started it. Its input and output are files in
+    the user's home.
+    """
 
     def __init__(self, site: Site) -> None:
         self._home = site.system.home
@@ -191,7 +206,8 @@ def test_login_on_the_heels_of_a_logout_finds_a_daemon(site: Site) -> None:
     session = site.serve()
     pids = [site.served()[0]]
     for _ in range(2):
-        # Without a wait: logind may be anywhere between keeping the user's manager and removing what was his.
+        # Without a wait: logind may be anywhere between keeping the user's manager and removing
+        # what was his.
         session.log_out()
         session = site.system.log_in()
         pids.append(site.served()[0])
@@ -204,7 +220,10 @@ def test_daemon_lives_until_the_last_of_two_sessions_ends(site: Site) -> None:
     with site.system.log_in() as second:
         before = site.served()
         first.log_out()
-        until(lambda: first.id not in site.system.run("loginctl", "list-sessions").stdout.split(), "it is closed")
+        until(
+            lambda: first.id not in site.system.run("loginctl", "list-sessions").stdout.split(),
+            "it is closed",
+        )
         assert second.output(f"{CTL} status --json").count(f'"pid": {before[0]}') == 1
         assert (site.served(), site.loads()) == (before, 1)
     until(lambda: site.system.user_state() == "gone", "the second was the last")
@@ -222,7 +241,12 @@ def test_lingering_keeps_daemon_and_generation_until_it_is_switched_off(site: Si
     assert (site.served(), site.holders(), site.loads()) == (before, holders, 1)
     with site.system.log_in() as again:
         assert site.served() == before
-        assert again.output(f"{CTL} status").splitlines()[1].split()[:4] == ["cpu0", "m/target", "ready", "1"]
+        assert again.output(f"{CTL} status").splitlines()[1].split()[:4] == [
+            "cpu0",
+            "m/target",
+            "ready",
+            "1",
+        ]
     until(lambda: site.system.user_state() == "lingering", "the second session has ended too")
     assert (site.served(), site.loads()) == (before, 1)
     site.system.run("loginctl", "disable-linger", str(UID))
@@ -248,7 +272,10 @@ def test_login_does_not_wait_for_the_weights_and_logout_ends_their_loader(site: 
     site.pauses.arm("weights")
     session = site.system.log_in()
     until(lambda: site.pauses.reached("weights"), "the loader runs")
-    assert session.output("systemctl --user is-active weightcached@cpu0.service || true") == "activating"
+    assert (
+        session.output("systemctl --user is-active weightcached@cpu0.service || true")
+        == "activating"
+    )
     loader = int((site.system.home / "spawns").read_text().split()[-1])
     assert loader in site.system.processes()
     site.log_out(session, "gone")
@@ -257,7 +284,9 @@ def test_login_does_not_wait_for_the_weights_and_logout_ends_their_loader(site: 
 
 
 def test_engine_left_behind_in_a_closed_session_keeps_the_daemon(site: Site) -> None:
-    """As a `nohup vllm serve …` does, where logind does not kill what sessions leave (KillUserProcesses=no)."""
+    """As a `nohup vllm serve …` does, where logind does not kill what sessions leave
+    (KillUserProcesses=no).
+    """
     session = site.serve()
     before, engine = site.served(), Engine(site)
     session.output(f"setsid nohup sh -c {shlex.quote(f'exec {engine.command}')} >/dev/null 2>&1 &")
@@ -265,7 +294,11 @@ def test_engine_left_behind_in_a_closed_session_keeps_the_daemon(site: Site) -> 
     content = engine.digest()
     site.log_out(session, "closing")
     assert (site.served(), engine.digest()) == (before, content)
-    (pid,) = [pid for pid, command in site.system.processes().items() if "-m tests.fakes.engine" in command]
+    (pid,) = [
+        pid
+        for pid, command in site.system.processes().items()
+        if "-m tests.fakes.engine" in command
+    ]
     site.system.run("kill", str(pid))
     until(lambda: site.system.user_state() == "gone", "nothing of the session is left")
     assert (site.system.processes(), site.holders()) == ({}, set())
@@ -274,7 +307,15 @@ def test_engine_left_behind_in_a_closed_session_keeps_the_daemon(site: Site) -> 
 def test_engine_that_is_a_system_service_keeps_its_weights_through_the_logout(site: Site) -> None:
     session = site.serve()
     engine = Engine(site)
-    site.system.run("systemd-run", "--quiet", f"--uid={USER}", "--unit=engine", "sh", "-c", f"exec {engine.command}")
+    site.system.run(
+        "systemd-run",
+        "--quiet",
+        f"--uid={USER}",
+        "--unit=engine",
+        "sh",
+        "-c",
+        f"exec {engine.command}",
+    )
     engine.wait()
     content = engine.digest()
     site.log_out(session, "gone")
@@ -285,7 +326,9 @@ def test_engine_that_is_a_system_service_keeps_its_weights_through_the_logout(si
     assert site.holders() == set()
 
 
-def test_doctor_tells_a_shell_outside_of_any_session_what_is_missing_and_its_commands_mend_it(site: Site) -> None:
+def test_doctor_tells_a_shell_outside_of_any_session_what_is_missing_and_its_commands_mend_it(
+    site: Site,
+) -> None:
     site.log_out(site.serve(), "gone")
     unset = ("warn", f"is not set, {RUNTIME} is used", f"export XDG_RUNTIME_DIR={RUNTIME}")
     warning = "off: units of this user, and what they hold, end with the last login"

@@ -25,7 +25,9 @@ def content(unit: Unit) -> list[tuple[int, str]]:
         found = []
         for fd in handout.segment_fds:
             info = os.fstat(fd.fileno())
-            found.append((info.st_ino, hashlib.sha256(os.pread(fd.fileno(), info.st_size, 0)).hexdigest()))
+            found.append(
+                (info.st_ino, hashlib.sha256(os.pread(fd.fileno(), info.st_size, 0)).hexdigest())
+            )
         handout.close()
     return found
 
@@ -69,7 +71,9 @@ def test_start_returns_when_the_weights_are_served(unit: Unit) -> None:
 
 
 @pytest.mark.parametrize("event", [killed, restarted, reexecuted_and_killed, stalled])
-def test_weights_outlive_the_daemon_without_a_load(unit: Unit, event: Callable[[Unit], None]) -> None:
+def test_weights_outlive_the_daemon_without_a_load(
+    unit: Unit, event: Callable[[Unit], None]
+) -> None:
     unit.install("WatchdogSec=1s" if event is stalled else "").systemctl("start")
     before, pid = content(unit), unit.pid
     with unit.client() as engine:
@@ -80,7 +84,9 @@ def test_weights_outlive_the_daemon_without_a_load(unit: Unit, event: Callable[[
     assert content(unit) == before
     assert (unit.cache().source, unit.cache().generation, unit.loads()) == ("adopted", 1, 1)
     with unit.client() as engine:
-        rejoin = Rejoin(cache=ready.cache, generation=ready.generation, index_digest=ready.index_digest)
+        rejoin = Rejoin(
+            cache=ready.cache, generation=ready.generation, index_digest=ready.index_digest
+        )
         engine.expect(rejoin, Rejoined)
 
 

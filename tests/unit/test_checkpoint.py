@@ -1,4 +1,6 @@
-"""weightcached.checkpoint.files: the files that the engine would read, and bad ones refused at once."""
+"""weightcached.checkpoint.files: the files that the engine would read, and bad ones refused at
+once.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,17 @@ def make(directory: Path, *names: str) -> Path:
 
 
 def index(directory: Path, *shards: str, name: str = "model.safetensors.index.json") -> Path:
-    (directory / name).write_text(json.dumps({"weight_map": {f"t{i}": shard for i, shard in enumerate(shards)}}))
+    (directory / name).write_text(
+        json.dumps({"weight_map": {f"t{i}": shard for i, shard in enumerate(shards)}})
+    )
     return directory
 
 
 def names(model: Path | str, load_format: str = "auto", revision: str | None = None) -> list[str]:
-    return [f.name for f in record_checkpoint(str(model), load_format=load_format, revision=revision).files]
+    return [
+        f.name
+        for f in record_checkpoint(str(model), load_format=load_format, revision=revision).files
+    ]
 
 
 def refusal(model: Path | str, load_format: str = "auto", revision: str | None = None) -> str:
@@ -54,15 +61,31 @@ def refusal(model: Path | str, load_format: str = "auto", revision: str | None =
             "auto",
             ["model.safetensors"],
         ),
-        (["pytorch_model.bin", "training_args.bin", "optimizer.bin", "x.pt"], "auto", ["pytorch_model.bin"]),
+        (
+            ["pytorch_model.bin", "training_args.bin", "optimizer.bin", "x.pt"],
+            "auto",
+            ["pytorch_model.bin"],
+        ),
         (["x.pt", "optimizer.pt", "scheduler.pt", "scaler.pt"], "auto", ["x.pt"]),
         (["model.safetensors", "model.bin", "x.pt"], "pt", ["x.pt"]),
         (["model.safetensors", "model.bin", "x.pt"], "npcache", ["model.bin"]),
         (["consolidated.safetensors", "model.safetensors"], "auto", ["consolidated.safetensors"]),
-        (["consolidated.safetensors", "model.safetensors"], "mistral", ["consolidated.safetensors"]),
-        (["consolidated.safetensors", "z.safetensors"], "hf", ["consolidated.safetensors", "z.safetensors"]),
+        (
+            ["consolidated.safetensors", "model.safetensors"],
+            "mistral",
+            ["consolidated.safetensors"],
+        ),
+        (
+            ["consolidated.safetensors", "z.safetensors"],
+            "hf",
+            ["consolidated.safetensors", "z.safetensors"],
+        ),
         (["m-q4.gguf", "config.json"], "gguf", ["m-q4.gguf"]),
-        (["p10.safetensors", "p9.safetensors", "p1.safetensors"], "auto", [f"p{i}.safetensors" for i in (1, 9, 10)]),
+        (
+            ["p10.safetensors", "p9.safetensors", "p1.safetensors"],
+            "auto",
+            [f"p{i}.safetensors" for i in (1, 9, 10)],
+        ),
     ],
 )
 def test_the_files_of_a_load_format_are_chosen(
@@ -73,7 +96,9 @@ def test_the_files_of_a_load_format_are_chosen(
 
 def test_files_that_the_index_does_not_name_are_left_out(tmp_path: Path) -> None:
     make(tmp_path, "model-1.safetensors", "model-2.safetensors", "consolidated_old.safetensors")
-    assert names(index(tmp_path, "model-1.safetensors", "model-2.safetensors", "model-2.safetensors"), "hf") == [
+    assert names(
+        index(tmp_path, "model-1.safetensors", "model-2.safetensors", "model-2.safetensors"), "hf"
+    ) == [
         "model-1.safetensors",
         "model-2.safetensors",
     ]
@@ -88,7 +113,13 @@ def test_the_index_names_shards_in_subfolders(tmp_path: Path) -> None:
 
 
 def test_weights_in_subfolders_count_too(tmp_path: Path) -> None:
-    make(tmp_path, "model.safetensors", "2_Dense/model.safetensors", ".cache/x.safetensors", "run/optimizer.pt")
+    make(
+        tmp_path,
+        "model.safetensors",
+        "2_Dense/model.safetensors",
+        ".cache/x.safetensors",
+        "run/optimizer.pt",
+    )
     assert names(tmp_path) == ["2_Dense/model.safetensors", "model.safetensors"]
 
 
@@ -103,7 +134,9 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
 
 def test_missing_shards_of_a_bin_index_are_named(tmp_path: Path) -> None:
     make(tmp_path, "pytorch_model-1.bin")
-    index(tmp_path, "pytorch_model-1.bin", "pytorch_model-2.bin", name="pytorch_model.bin.index.json")
+    index(
+        tmp_path, "pytorch_model-1.bin", "pytorch_model-2.bin", name="pytorch_model.bin.index.json"
+    )
     assert refusal(tmp_path) == (
         f"checkpoint index {tmp_path}/pytorch_model.bin.index.json names shards that are missing: "
         "pytorch_model-2.bin; download them again"
@@ -121,19 +154,26 @@ def test_an_index_pointing_out_of_the_checkpoint_is_refused(tmp_path: Path) -> N
         )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": {"a": 1}}', "[" * 100_000, '{"weight_map": "\ud800"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"weight_map": {"a": 1}}', "[" * 100_000, '{"weight_map": "\ud800"}']
+)
 def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
     make(tmp_path, "a.safetensors")
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    pattern = rf"checkpoint index {re.escape(str(path))} is malformed: .+; download the checkpoint again"
+    pattern = (
+        rf"checkpoint index {re.escape(str(path))} is malformed: .+; download the checkpoint again"
+    )
     assert re.fullmatch(pattern, refusal(tmp_path))
 
 
 def test_a_gguf_file_is_a_checkpoint_and_its_shards_belong_together(tmp_path: Path) -> None:
     make(tmp_path, "m-q4.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf")
     assert names(tmp_path / "m-q4.gguf") == ["m-q4.gguf"]
-    assert names(tmp_path / "big-00001-of-00002.gguf") == ["big-00001-of-00002.gguf", "big-00002-of-00002.gguf"]
+    assert names(tmp_path / "big-00001-of-00002.gguf") == [
+        "big-00001-of-00002.gguf",
+        "big-00002-of-00002.gguf",
+    ]
     (tmp_path / "big-00002-of-00002.gguf").unlink()
     assert refusal(tmp_path / "big-00001-of-00002.gguf") == (
         f"weight file {tmp_path}/big-00002-of-00002.gguf cannot be read: No such file or directory; "
@@ -182,7 +222,9 @@ def test_a_hub_repository_is_its_snapshot_in_the_local_cache(hub: Path) -> None:
     assert names("org/name", revision="c1") == ["pytorch_model.bin"]
 
 
-def test_a_download_directory_takes_the_place_of_the_hub_cache(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_directory_takes_the_place_of_the_hub_cache(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", "/nonexistent")
     found = record_checkpoint("org/name", download_dir=str(hub.parent))
     assert found.root == str(hub / "snapshots/c0")
@@ -208,7 +250,9 @@ def test_the_hub_cache_is_where_huggingface_hub_looks(
     assert checkpoint.hub_cache_dir() == expected
 
 
-def test_a_repository_that_is_not_in_the_cache_is_refused_with_the_command_to_run(hub: Path) -> None:
+def test_a_repository_that_is_not_in_the_cache_is_refused_with_the_command_to_run(
+    hub: Path,
+) -> None:
     assert refusal("org/other") == (
         f"model org/other at revision main is neither a directory nor in the Hub cache {hub.parent}: "
         "hf download org/other"
@@ -243,12 +287,18 @@ def test_only_links_to_sha256_blobs_give_a_blob(tmp_path: Path) -> None:
 
 def test_a_fifo_in_place_of_a_shard_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
-    assert refusal(tmp_path) == f"weight file {tmp_path}/model.safetensors is a FIFO: expected a regular file"
+    assert (
+        refusal(tmp_path)
+        == f"weight file {tmp_path}/model.safetensors is a FIFO: expected a regular file"
+    )
 
 
 def test_a_directory_in_place_of_a_shard_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").mkdir()
-    assert refusal(tmp_path) == f"weight file {tmp_path}/model.safetensors is a directory: expected a regular file"
+    assert (
+        refusal(tmp_path)
+        == f"weight file {tmp_path}/model.safetensors is a directory: expected a regular file"
+    )
 
 
 def test_a_broken_link_in_place_of_a_shard_is_refused(tmp_path: Path) -> None:
@@ -262,7 +312,10 @@ def test_a_broken_link_in_place_of_a_shard_is_refused(tmp_path: Path) -> None:
 def test_a_fifo_in_place_of_the_index_is_refused_at_once(tmp_path: Path) -> None:
     make(tmp_path, "model.safetensors")
     os.mkfifo(tmp_path / "model.safetensors.index.json")
-    assert refusal(tmp_path) == f"file {tmp_path}/model.safetensors.index.json is a FIFO: expected a regular file"
+    assert (
+        refusal(tmp_path)
+        == f"file {tmp_path}/model.safetensors.index.json is a FIFO: expected a regular file"
+    )
 
 
 def test_a_fifo_put_in_place_after_recording_does_not_hold_up_the_reader(tmp_path: Path) -> None:
@@ -300,7 +353,10 @@ def test_an_unreadable_file_is_refused() -> None:
 def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     with open(os.fsencode(tmp_path) + b"/m\xff.safetensors", "wb"):
         pass
-    assert refusal(tmp_path) == "path 'm\\udcff.safetensors' is longer than 1000 characters or not UTF-8: rename it"
+    assert (
+        refusal(tmp_path)
+        == "path 'm\\udcff.safetensors' is longer than 1000 characters or not UTF-8: rename it"
+    )
 
 
 def test_a_record_is_older_than_the_clock_tick_of_its_files(tmp_path: Path) -> None:
@@ -312,7 +368,9 @@ def test_a_record_is_older_than_the_clock_tick_of_its_files(tmp_path: Path) -> N
 
 
 class ClockOfABusyWriter:
-    """A clock by which the file is written to again whenever somebody waits, one millisecond before each look."""
+    """A clock by which the file is written to again whenever somebody waits, one millisecond before
+    each look.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

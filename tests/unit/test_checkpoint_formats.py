@@ -86,14 +86,18 @@ def test_gptq_codes_lie_along_the_inputs() -> None:
 
 
 @pytest.mark.parametrize("method", QUANTIZATION)
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight"]
+)
 def test_norms_routers_and_head_stay_as_they_are(method: str, name: str) -> None:
     value = a_weight(256) if "norm" in name else a_weight(8, 256)
     assert quantize(method, name, value) == {name: value}
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_checkpoint_has_the_tensors_of_its_architecture_and_a_configuration(architecture: str, tmp_path: Path) -> None:
+def test_checkpoint_has_the_tensors_of_its_architecture_and_a_configuration(
+    architecture: str, tmp_path: Path
+) -> None:
     config = CONFIGS[architecture]()
     for part in (config, config.get("text_config", {})):
         part["vocab_size"] = 256
@@ -103,4 +107,7 @@ def test_checkpoint_has_the_tensors_of_its_architecture_and_a_configuration(arch
     assert {name: tuple(value.shape) for name, value in weights.items()} == expected
     assert sum(value.nbytes for value in weights.values()) == nbytes < 100 << 20
     assert all(bool(value.isfinite().all()) for value in weights.values())
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == config["architectures"]
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["architectures"]
+        == config["architectures"]
+    )

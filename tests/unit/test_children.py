@@ -23,7 +23,9 @@ def test_path_stays_where_it_has_the_interpreter_or_finds_it(program: str) -> No
     assert environment_of(program)["PATH"] == "/usr/local/bin:/usr/bin"
 
 
-def test_interpreter_is_searched_beside_the_default_where_there_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_is_searched_beside_the_default_where_there_is_no_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("PATH")
     assert environment_of("/opt/vllm/bin/python")["PATH"] == "/opt/vllm/bin:/bin:/usr/bin"
 

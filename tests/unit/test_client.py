@@ -1,4 +1,6 @@
-"""The client: what it refuses to talk to, that nothing waits for ever, and that descriptors come all or not at all."""
+"""The client: what it refuses to talk to, that nothing waits for ever, and that descriptors come
+all or not at all.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ def test_directory_open_to_others_is_refused(path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_peer_of_another_user_is_refused(path: Path) -> None:
-    """The kernel records who called listen(); here another user does so on a socket that root made."""
+    """The kernel records who called listen(); here another user does so on a socket that root
+    made.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         pid = os.fork()
@@ -128,7 +132,9 @@ def test_peer_of_another_user_is_refused(path: Path) -> None:
         assert refused(path, RuntimePathError) == text
 
 
-def test_peer_whose_user_cannot_be_read_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_whose_user_cannot_be_read_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Blind(socket.socket):
         def getsockopt(self, *args: int) -> bytes:  # type: ignore[override]
             return b""
@@ -163,7 +169,9 @@ def test_daemon_that_closes_at_once_is_unavailable(path: Path) -> None:
 
 
 def test_refusal_is_read_though_the_daemon_closed_before_it_read_hello(path: Path) -> None:
-    """As a daemon does at its limit of connections: it never reads, so the kernel reports a reset first."""
+    """As a daemon does at its limit of connections: it never reads, so the kernel reports a reset
+    first.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -187,7 +195,11 @@ def test_refusal_is_read_though_the_daemon_closed_before_it_read_hello(path: Pat
             "the daemon on DIR/cpu0.sock (weightcached 0.1.0) speaks protocol 2, this software speaks 1: "
             "bring both to the same weightcached version and restart the unit",
         ),
-        (Done(), ProtocolError, "the daemon on DIR/cpu0.sock answered Hello with Done, expected Welcome"),
+        (
+            Done(),
+            ProtocolError,
+            "the daemon on DIR/cpu0.sock answered Hello with Done, expected Welcome",
+        ),
         (Refused(code="device-busy", message="busy"), DeviceBusyError, "busy"),
         (Refused(code="made-up-later", message="new"), WeightcachedError, "new"),
         (
@@ -197,13 +209,17 @@ def test_refusal_is_read_though_the_daemon_closed_before_it_read_hello(path: Pat
         ),
     ],
 )
-def test_wrong_greeting_is_named(path: Path, greeting: Answer, kind: type[WeightcachedError], text: str) -> None:
+def test_wrong_greeting_is_named(
+    path: Path, greeting: Answer, kind: type[WeightcachedError], text: str
+) -> None:
     with StubDaemon(path, greeting=[greeting]):
         assert refused(path, kind) == text
 
 
 def test_every_code_names_one_class() -> None:
-    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, WeightcachedError)]
+    classes = [
+        c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, WeightcachedError)
+    ]
     assert len({c.code for c in classes}) == len(classes)
     assert [type(error_of(Refused(code=c.code, message="x"))) for c in classes] == classes
     assert [error_of(Refused(code=code, message="x")).code for code in ("key-mismatch", "new")] == [
@@ -229,7 +245,10 @@ def test_missed_deadline_of_receive_leaves_the_connection_open(path: Path) -> No
 
 
 def test_end_of_the_daemon_wakes_a_waiting_client(path: Path) -> None:
-    with StubDaemon(path, lambda request: [Packet(b"", then_close=True)]), connect(path) as connection:
+    with (
+        StubDaemon(path, lambda request: [Packet(b"", then_close=True)]),
+        connect(path) as connection,
+    ):
         text = f"the daemon on {path} closed the connection"
         with pytest.raises(WeightCacheUnavailableError, match=f"^{re.escape(text)}$"):
             connection.request(Status(), TIMEOUT_S)
@@ -255,11 +274,16 @@ def numbered_files(count: int) -> list[int]:
 
 def test_descriptors_come_in_order_over_several_packets(path: Path) -> None:
     files = numbered_files(300)
-    packets = [Packet(encode(Descriptors(first=0)), files[:250]), Packet(encode(Descriptors(first=250)), files[250:])]
+    packets = [
+        Packet(encode(Descriptors(first=0)), files[:250]),
+        Packet(encode(Descriptors(first=250)), files[250:]),
+    ]
     with StubDaemon(path, lambda request: packets), connect(path) as connection:
         connection.send(Status(), TIMEOUT_S)
         fds = connection.receive_descriptors(300, TIMEOUT_S)
-        assert [struct.unpack("i", os.pread(fd.fileno(), 4, 0))[0] for fd in fds] == list(range(300))
+        assert [struct.unpack("i", os.pread(fd.fileno(), 4, 0))[0] for fd in fds] == list(
+            range(300)
+        )
         assert not any(os.get_inheritable(fd.fileno()) for fd in fds)
         close_all(fds)
     for fd in files:
@@ -274,8 +298,14 @@ def test_no_descriptors_need_no_packet(path: Path) -> None:
 @pytest.mark.parametrize(
     ("packets", "text"),
     [
-        ([(0, 2), (3, 1)], "a packet of 1 descriptors says that it begins at number 3, expected 2 of 4"),
-        ([(0, 2), (0, 2)], "a packet of 2 descriptors says that it begins at number 0, expected 2 of 4"),
+        (
+            [(0, 2), (3, 1)],
+            "a packet of 1 descriptors says that it begins at number 3, expected 2 of 4",
+        ),
+        (
+            [(0, 2), (0, 2)],
+            "a packet of 2 descriptors says that it begins at number 0, expected 2 of 4",
+        ),
         ([(0, 0)], "a packet of 0 descriptors says that it begins at number 0, expected 0 of 4"),
         ([(0, 3), (3, 2)], "2 descriptors came with a message that may carry 1"),
         (
@@ -290,7 +320,9 @@ def test_wrong_descriptors_are_refused_and_none_is_kept(
     path: Path, packets: list[tuple[int, int] | None], text: str
 ) -> None:
     files = numbered_files(9)
-    answers = [Packet(encode(Descriptors(first=p[0])), files[: p[1]]) if p else Done() for p in packets]
+    answers = [
+        Packet(encode(Descriptors(first=p[0])), files[: p[1]]) if p else Done() for p in packets
+    ]
     with StubDaemon(path, lambda request: answers), connect(path) as connection:
         connection.send(Status(), TIMEOUT_S)
         with pytest.raises(ProtocolError, match=f"^{re.escape(text)}$"):

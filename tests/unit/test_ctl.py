@@ -61,7 +61,9 @@ def said(result: Result, runtime: Path) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr.replace(str(runtime), "RUN")
 
 
-def answering(*answers: Answer, caches: Any = (READY,), device: str = "cpu0") -> Callable[[Request], Iterable[Answer]]:
+def answering(
+    *answers: Answer, caches: Any = (READY,), device: str = "cpu0"
+) -> Callable[[Request], Iterable[Answer]]:
     """Answer Status with `caches` and everything else with `answers`."""
     return lambda request: [status(device, *caches)] if isinstance(request, Status) else answers
 
@@ -76,8 +78,12 @@ def dead_socket(path: Path) -> None:
 
 
 def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
-    counters = Counters(phase_seconds={"tiny/target": {"weights": 1.5, "proving": 0.25}, "other/target": {}})
-    with StubDaemon(runtime / "cpu0.sock", lambda request: [status("cpu0", READY, counters=counters)]):
+    counters = Counters(
+        phase_seconds={"tiny/target": {"weights": 1.5, "proving": 0.25}, "other/target": {}}
+    )
+    with StubDaemon(
+        runtime / "cpu0.sock", lambda request: [status("cpu0", READY, counters=counters)]
+    ):
         result = run("status", "--json")
     assert result.exit_code == 0
     assert result.stderr == ""
@@ -163,7 +169,9 @@ def test_status_asks_all_sockets_or_those_named(runtime: Path) -> None:
 
 
 def test_status_without_any_daemon_exits_3(runtime: Path) -> None:
-    text = "weightcachectl: no weightcached daemon has a socket in RUN: weightcachectl start DEVICE\n"
+    text = (
+        "weightcachectl: no weightcached daemon has a socket in RUN: weightcachectl start DEVICE\n"
+    )
     assert said(run("status"), runtime) == (3, "", text)
     assert said(run("status", "--json"), runtime) == (3, '{\n  "devices": []\n}\n', text)
 
@@ -211,14 +219,21 @@ def ctl(*arguments: str) -> list[str]:
 
 
 def test_status_answers_within_300_ms_of_processor_time(runtime: Path) -> None:
-    """The best of three, with the interpreter's start: wall time depends on who else uses the machine."""
+    """The best of three, with the interpreter's start: wall time depends on who else uses the
+    machine.
+    """
     with StubDaemon(runtime / "cpu0.sock", answering()):
         taken_s = []
         for _ in range(3):
             before = os.times()
             subprocess.run(ctl("status", "--json"), check=True, capture_output=True, timeout=30)
             after = os.times()
-            taken_s.append(after.children_user + after.children_system - before.children_user - before.children_system)
+            taken_s.append(
+                after.children_user
+                + after.children_system
+                - before.children_user
+                - before.children_system
+            )
     assert min(taken_s) <= 0.3
 
 
@@ -229,19 +244,25 @@ def test_status_imports_only_what_a_socket_needs(runtime: Path) -> None:
         "print(sorted(set(sys.modules) & {'asyncio', 'yaml', 'difflib', 'torch', 'vllm', 'subprocess'}))"
     )
     with StubDaemon(runtime / "cpu0.sock", answering()):
-        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=30
+        )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.fixture
 def watching(runtime: Path) -> Iterator[tuple[list[Any], subprocess.Popen[str]]]:
-    """`status --watch --json` running; the list holds the caches that the daemon tells from now on."""
+    """`status --watch --json` running; the list holds the caches that the daemon tells from now
+    on.
+    """
     told: list[Any] = [[cache(state="loading")]]
     with StubDaemon(runtime / "cpu0.sock", lambda request: [status("cpu0", *told[-1])]):
         command = ctl("status", "--watch", "--json")
-        # A shell's background job has SIGINT ignored, and its children with it: this one is to be interrupted.
+        # A shell's background job has SIGINT ignored, and its children with it: this one is to be
+        # interrupted.
         reset = (
-            "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+            "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+            "os.execv(sys.argv[1], sys.argv[1:])"
         )
         with subprocess.Popen(
             [sys.executable, "-c", reset, *command],
@@ -253,7 +274,9 @@ def watching(runtime: Path) -> Iterator[tuple[list[Any], subprocess.Popen[str]]]
             process.kill()
 
 
-def test_watch_prints_changes_until_interrupted(watching: tuple[list[Any], subprocess.Popen[str]]) -> None:
+def test_watch_prints_changes_until_interrupted(
+    watching: tuple[list[Any], subprocess.Popen[str]],
+) -> None:
     told, process = watching
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["devices"][0]["caches"][0]["state"] == "loading"
@@ -275,10 +298,20 @@ def test_reload_reports_each_cache(runtime: Path) -> None:
     ]
     progress = [
         Progress(cache="a/target", phase="import vLLM"),
-        Progress(cache="a/target", phase="read weights", done_bytes=GIB, total_bytes=2 * GIB, eta_s=4.0),
-        Progress(cache="a/target", phase="read weights", done_bytes=2 * GIB, total_bytes=2 * GIB, eta_s=0.0),
+        Progress(
+            cache="a/target", phase="read weights", done_bytes=GIB, total_bytes=2 * GIB, eta_s=4.0
+        ),
+        Progress(
+            cache="a/target",
+            phase="read weights",
+            done_bytes=2 * GIB,
+            total_bytes=2 * GIB,
+            eta_s=0.0,
+        ),
     ]
-    with StubDaemon(runtime / "cpu0.sock", answering(*progress, ReloadReply(outcomes=outcomes))) as daemon:
+    with StubDaemon(
+        runtime / "cpu0.sock", answering(*progress, ReloadReply(outcomes=outcomes))
+    ) as daemon:
         result = run("reload", "--force", "--cache", "a/target", "--cache", "b/target")
     assert said(result, runtime) == (
         0,
@@ -305,7 +338,9 @@ def test_reload_with_a_refused_manifest_exits_1(runtime: Path) -> None:
 
 
 def test_refused_reload_exits_1(runtime: Path) -> None:
-    with StubDaemon(runtime / "cpu0.sock", answering(Refused(code="error", message="no cache 'x'"))):
+    with StubDaemon(
+        runtime / "cpu0.sock", answering(Refused(code="error", message="no cache 'x'"))
+    ):
         result = run("reload", "--cache", "x")
     assert said(result, runtime) == (1, "", "weightcachectl: cpu0: no cache 'x'\n")
 
@@ -313,11 +348,17 @@ def test_refused_reload_exits_1(runtime: Path) -> None:
 def test_daemon_that_dies_during_a_reload_exits_3(runtime: Path) -> None:
     with StubDaemon(runtime / "cpu0.sock", answering(Packet(b"", then_close=True))):
         result = run("reload", "cpu0")
-    assert said(result, runtime) == (3, "", "weightcachectl: cpu0: the daemon on RUN/cpu0.sock closed the connection\n")
+    assert said(result, runtime) == (
+        3,
+        "",
+        "weightcachectl: cpu0: the daemon on RUN/cpu0.sock closed the connection\n",
+    )
 
 
 def test_reload_that_takes_too_long_is_told_and_goes_on(runtime: Path) -> None:
-    with StubDaemon(runtime / "cpu0.sock", answering(Progress(cache="a/target", phase="read weights"))):
+    with StubDaemon(
+        runtime / "cpu0.sock", answering(Progress(cache="a/target", phase="read weights"))
+    ):
         result = run("reload", "cpu0", "--timeout", "0.3")
     assert said(result, runtime) == (
         3,
@@ -342,7 +383,9 @@ def test_reload_waits_for_all_devices_at_once(runtime: Path) -> None:
 
 
 def test_reload_without_a_daemon_exits_3(runtime: Path) -> None:
-    text = "weightcachectl: no weightcached daemon has a socket in RUN: weightcachectl start DEVICE\n"
+    text = (
+        "weightcachectl: no weightcached daemon has a socket in RUN: weightcachectl start DEVICE\n"
+    )
     assert said(run("reload"), runtime) == (3, "", text)
     assert said(run("reload", "cpu0"), runtime) == (
         3,
@@ -358,10 +401,22 @@ def test_reload_without_a_daemon_exits_3(runtime: Path) -> None:
 def test_drop_takes_a_model_or_one_role(runtime: Path) -> None:
     caches = [cache("a/target"), cache("a/draft", role="draft"), cache("b/target")]
     with StubDaemon(runtime / "cpu0.sock", answering(Done(), caches=caches)) as daemon:
-        assert said(run("drop", "a"), runtime) == (0, "cpu0 a/target: dropped\ncpu0 a/draft: dropped\n", "")
-        assert said(run("drop", "b/target", "--force"), runtime) == (0, "cpu0 b/target: dropped\n", "")
+        assert said(run("drop", "a"), runtime) == (
+            0,
+            "cpu0 a/target: dropped\ncpu0 a/draft: dropped\n",
+            "",
+        )
+        assert said(run("drop", "b/target", "--force"), runtime) == (
+            0,
+            "cpu0 b/target: dropped\n",
+            "",
+        )
         drops = [request for request in daemon.requests if isinstance(request, Drop)]
-    assert drops == [Drop(cache="a/target"), Drop(cache="a/draft"), Drop(cache="b/target", force=True)]
+    assert drops == [
+        Drop(cache="a/target"),
+        Drop(cache="a/draft"),
+        Drop(cache="b/target", force=True),
+    ]
 
 
 def test_refused_drop_exits_1(runtime: Path) -> None:
@@ -384,7 +439,9 @@ def test_drop_of_an_unknown_cache_lists_the_known_ones(runtime: Path) -> None:
 
 @pytest.fixture
 def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands for weightcached.cli.verify_cache, which needs segments: gives back or raises what the list holds."""
+    """Stands for weightcached.cli.verify_cache, which needs segments: gives back or raises what the
+    list holds.
+    """
     results: list[Any] = []
 
     def verify_cache(device: str, name: str) -> Any:
@@ -393,7 +450,9 @@ def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise result
         return result
 
-    monkeypatch.setitem(sys.modules, "weightcached.cli.verify_cache", SimpleNamespace(verify_cache=verify_cache))
+    monkeypatch.setitem(
+        sys.modules, "weightcached.cli.verify_cache", SimpleNamespace(verify_cache=verify_cache)
+    )
     return results
 
 
@@ -426,7 +485,11 @@ def test_verify_that_cannot_read_exits_1(runtime: Path, verifier: list[Any]) -> 
     verifier.append(SegmentError("no driver"))
     with StubDaemon(runtime / "cpu0.sock", answering()):
         result = run("verify")
-    assert said(result, runtime) == (1, "", "weightcachectl: cpu0 tiny/target: cannot verify: no driver\n")
+    assert said(result, runtime) == (
+        1,
+        "",
+        "weightcachectl: cpu0 tiny/target: cannot verify: no driver\n",
+    )
 
 
 # ---- devices
@@ -435,11 +498,15 @@ def test_verify_that_cannot_read_exits_1(runtime: Path, verifier: list[Any]) -> 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setitem(sys.modules, "weightcached.system.gpus", SimpleNamespace(list_gpus=lambda: found))
+    monkeypatch.setitem(
+        sys.modules, "weightcached.system.gpus", SimpleNamespace(list_gpus=lambda: found)
+    )
     return found
 
 
-def test_devices_come_from_driver_manifest_and_sockets(runtime: Path, tmp_path: Path, gpus: list[Any]) -> None:
+def test_devices_come_from_driver_manifest_and_sockets(
+    runtime: Path, tmp_path: Path, gpus: list[Any]
+) -> None:
     gpus.append(SimpleNamespace(uuid=GPU, name="NVIDIA H200", total_bytes=140 * GIB))
     manifest = tmp_path / "config/weightcached/manifest.yaml"
     manifest.parent.mkdir(parents=True)
@@ -467,7 +534,9 @@ def test_devices_come_from_driver_manifest_and_sockets(runtime: Path, tmp_path: 
     }  # fmt: skip
 
 
-def test_devices_without_a_manifest_still_lists(runtime: Path, tmp_path: Path, gpus: list[Any]) -> None:
+def test_devices_without_a_manifest_still_lists(
+    runtime: Path, tmp_path: Path, gpus: list[Any]
+) -> None:
     code, out, err = said(run("devices"), runtime)
     assert (code, out) == (0, "DEVICE  NAME  MEMORY  SOCKET  MODELS\n")
     assert err == (
@@ -484,6 +553,8 @@ def test_version_and_every_help_text_print() -> None:
     for name in main.commands:
         result = run(name, "--help")
         assert result.exit_code == 0
-        summary = next(line for line in run("--help").stdout.splitlines() if line.startswith(f"  {name} "))
+        summary = next(
+            line for line in run("--help").stdout.splitlines() if line.startswith(f"  {name} ")
+        )
         assert summary.endswith("."), "the summary is cut off"
         assert not summary.endswith("..."), "the summary is cut off"

@@ -1,4 +1,6 @@
-"""weightcachectl explain against real sockets: what it says of plans, private tensors and refusals, word by word."""
+"""weightcachectl explain against real sockets: what it says of plans, private tensors and refusals,
+word by word.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon, cache, status
 from weightcached.cli.weightcachectl import main
 from weightcached.index import tensors as index_format
-from weightcached.index.tensors import LoadReport, ModulePlan, SegmentRecord, StorageRecord, TensorIndex, TensorRecord
+from weightcached.index.tensors import (
+    LoadReport,
+    ModulePlan,
+    SegmentRecord,
+    StorageRecord,
+    TensorIndex,
+    TensorRecord,
+)
 from weightcached.model.values import encode_value
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.messages import Descriptors, Ready, Refused, Request, Status, Verify, encode
@@ -47,7 +56,9 @@ def run(*arguments: str) -> Result:
 
 
 def tensor(name: str, storage: int, kind: Any = "parameter") -> TensorRecord:
-    return TensorRecord(names=[name], kind=kind, dtype="float32", shape=[1], stride=[1], storage=storage)
+    return TensorRecord(
+        names=[name], kind=kind, dtype="float32", shape=[1], stride=[1], storage=storage
+    )
 
 
 def quantized() -> TensorIndex:
@@ -58,11 +69,21 @@ def quantized() -> TensorIndex:
         values = {f"{base}.mlp.down_proj.scale": encode_value(0.5)}
         why = f"rerun: not offered; replay: {base}.mlp.down_proj.kernel: is missing, loaded as None"
         plans += [
-            ModulePlan(module=f"{base}.qkv_proj", plan="replay", method=FP8, reason="rerun: not offered"),
-            ModulePlan(module=f"{base}.mlp.down_proj", plan="restore", method=MARLIN, values=values, reason=why),
+            ModulePlan(
+                module=f"{base}.qkv_proj", plan="replay", method=FP8, reason="rerun: not offered"
+            ),
+            ModulePlan(
+                module=f"{base}.mlp.down_proj",
+                plan="restore",
+                method=MARLIN,
+                values=values,
+                reason=why,
+            ),
             ModulePlan(module=f"{base}.attn", plan="rerun", method=ATTENTION),
         ]
-    plans.append(ModulePlan(module="lm_head", plan="restore", values={"lm_head.tied": encode_value(True)}))
+    plans.append(
+        ModulePlan(module="lm_head", plan="restore", values={"lm_head.tied": encode_value(True)})
+    )
     tensors = [
         tensor("model.layers.0.qkv_proj.weight", 0),
         *(tensor(f"model.layers.{n}.norm.weight", 1 + n) for n in range(2)),
@@ -80,7 +101,11 @@ def quantized() -> TensorIndex:
         stage="processed",
         modules=plans,
         generation=2,
-        load=LoadReport(seconds=33.0, finished_at=1.0, phases={"importing": 5.25, "weights": 20.0, "proving": 2.0}),
+        load=LoadReport(
+            seconds=33.0,
+            finished_at=1.0,
+            phases={"importing": 5.25, "weights": 20.0, "proving": 2.0},
+        ),
     )
 
 
@@ -197,7 +222,9 @@ def test_loaded_weights_have_no_plans(serve: Callable[..., StubDaemon]) -> None:
     )
 
 
-def test_refusal_of_the_next_generation_stands_beside_what_is_served(serve: Callable[..., StubDaemon]) -> None:
+def test_refusal_of_the_next_generation_stands_beside_what_is_served(
+    serve: Callable[..., StubDaemon],
+) -> None:
     serve(an_index([tensor("weight", 0)]), error=REFUSAL)
     assert f"the next generation failed: {REFUSAL}\n" in run("tiny").stdout
     (told,) = json.loads(run("tiny", "--json").stdout)["caches"]
@@ -205,7 +232,9 @@ def test_refusal_of_the_next_generation_stands_beside_what_is_served(serve: Call
 
 
 def refusing(**changed: Any) -> Callable[[Request], Iterable[Answer]]:
-    return lambda request: [status("cpu0", cache(**({"generation": 0, "state": "failed"} | changed)))]
+    return lambda request: [
+        status("cpu0", cache(**({"generation": 0, "state": "failed"} | changed)))
+    ]
 
 
 def test_refused_model_is_explained_by_the_path_of_its_first_difference(socket: Path) -> None:
@@ -237,7 +266,9 @@ def test_refused_model_is_explained_by_the_path_of_its_first_difference(socket: 
         ({"state": "loading", "error": REFUSAL}, f"refused at {REFUSAL}"),
     ],
 )  # fmt: skip
-def test_cache_without_a_generation_says_why(socket: Path, changed: dict[str, Any], text: str) -> None:
+def test_cache_without_a_generation_says_why(
+    socket: Path, changed: dict[str, Any], text: str
+) -> None:
     with StubDaemon(socket, refusing(**changed)):
         result = run("tiny/target")
     assert (result.exit_code, result.stdout) == (1, f"cpu0 tiny/target: {text}\n")
@@ -272,9 +303,13 @@ def test_unknown_cache_exits_1_and_no_daemon_3(socket: Path, systemd: Commands) 
     assert run("tiny").exit_code == 3
 
 
-def test_refusal_of_a_daemon_that_ended_over_it_is_had_from_systemd(socket: Path, systemd: Commands) -> None:
+def test_refusal_of_a_daemon_that_ended_over_it_is_had_from_systemd(
+    socket: Path, systemd: Commands
+) -> None:
     unit = "weightcached@cpu0.service"
-    systemd.answer("systemctl", "--user list-units *", f"{unit} loaded failed failed weights on cpu0\n")
+    systemd.answer(
+        "systemctl", "--user list-units *", f"{unit} loaded failed failed weights on cpu0\n"
+    )
     text = f"failed: serving 0 of 1 caches, 0.0 GiB; tiny/target: {REFUSAL}"
     systemd.answer(
         "systemctl", f"--user show {unit} *",
@@ -282,5 +317,8 @@ def test_refusal_of_a_daemon_that_ended_over_it_is_had_from_systemd(socket: Path
     )  # fmt: skip
     systemd.finish()
     result = run("tiny")
-    assert (result.exit_code, result.stdout) == (1, f"cpu0: {unit} is failed (exit-code, status 78): {text}\n")
+    assert (result.exit_code, result.stdout) == (
+        1,
+        f"cpu0: {unit} is failed (exit-code, status 78): {text}\n",
+    )
     assert run("tiny", "--device", "cpu1").exit_code == 3

@@ -33,15 +33,23 @@ def checkpoint(path: Path, **tensors: int) -> Path:
 
 @pytest.fixture
 def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A dense model on two devices, and one with experts and a draft on four, two of them shared."""
+    """A dense model on two devices, and one with experts and a draft on four, two of them
+    shared.
+    """
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     dense = checkpoint(tmp_path / "dense", **{"model.w": 8 * MIB})
-    moe = checkpoint(tmp_path / "moe", **{"model.w": 4 * MIB, "model.layers.0.experts.3.w1": 32 * MIB})
+    moe = checkpoint(
+        tmp_path / "moe", **{"model.w": 4 * MIB, "model.layers.0.experts.3.w1": 32 * MIB}
+    )
     experts = {
         "model": str(moe), "tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True,
     }  # fmt: skip
     models = [
-        {"name": "dense", "devices": ["cpu0", "cpu1"], "engine": {"model": str(dense), "pipeline_parallel_size": 2}},
+        {
+            "name": "dense",
+            "devices": ["cpu0", "cpu1"],
+            "engine": {"model": str(dense), "pipeline_parallel_size": 2},
+        },
         {"name": "moe", "devices": ["cpu1", "cpu2", "cpu3", "cpu4"], "engine": experts},
     ]
     path = tmp_path / "weightcached/manifest.yaml"
@@ -73,10 +81,17 @@ def test_json_has_the_same(manifest: Path) -> None:
     }  # fmt: skip
 
 
-def test_draft_and_model_on_all_are_shown_and_a_missing_checkpoint_is_no_fault(manifest: Path, tmp_path: Path) -> None:
+def test_draft_and_model_on_all_are_shown_and_a_missing_checkpoint_is_no_fault(
+    manifest: Path, tmp_path: Path
+) -> None:
     (tmp_path / "dense/model.safetensors").unlink()
-    engine = {"model": str(tmp_path / "dense"), "speculative_config": {"method": "eagle", "model": "org/draft"}}
-    manifest.write_text(json.dumps({"version": 1, "models": [{"name": "m", "devices": "all", "engine": engine}]}))
+    engine = {
+        "model": str(tmp_path / "dense"),
+        "speculative_config": {"method": "eagle", "model": "org/draft"},
+    }
+    manifest.write_text(
+        json.dumps({"version": 1, "models": [{"name": "m", "devices": "all", "engine": engine}]})
+    )
     result = CliRunner().invoke(main, ["plan"])
     assert result.exit_code == 0
     assert result.stderr.startswith("weightcachectl: m: no size: ")
@@ -115,7 +130,9 @@ def test_what_cannot_be_laid_out_is_refused_in_one_line_with_the_next_command(
 ) -> None:
     layout, said = REFUSED[name]
     engine = {"model": str(tmp_path / "dense"), **layout}
-    manifest.write_text(json.dumps({"version": 1, "models": [{"name": "m", "devices": ["cpu0"], "engine": engine}]}))
+    manifest.write_text(
+        json.dumps({"version": 1, "models": [{"name": "m", "devices": ["cpu0"], "engine": engine}]})
+    )
     result = CliRunner().invoke(main, ["plan"])
     assert (result.exit_code, result.stdout) == (78, "")
     assert result.stderr == f"weightcachectl: {manifest}:1: models[0].{said}\n"

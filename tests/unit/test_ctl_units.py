@@ -1,4 +1,6 @@
-"""start, stop and restart: followed to the unit's final state, with the daemon's own words where it failed."""
+"""start, stop and restart: followed to the unit's final state, with the daemon's own words where it
+failed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     return commands
 
 
-def properties(active: str, sub: str, *, result: str = "success", code: int = 0, text: str = "", job: str = "") -> str:
+def properties(
+    active: str, sub: str, *, result: str = "success", code: int = 0, text: str = "", job: str = ""
+) -> str:
     return (
         f"Result={result}\nExecMainStatus={code}\nStatusText={text}\nLoadState=loaded\nActiveState={active}\n"
         f"SubState={sub}\nInvocationID=abc\n" + (f"Job={job}\n" if job else "")
@@ -44,9 +48,16 @@ def run(commands: Commands, *arguments: str) -> Result:
 def test_start_shows_the_load_and_ends_with_the_unit(systemd: Commands, tmp_path: Path) -> None:
     systemd.answer("systemctl", f"--user start --no-block {UNIT}")
     starting = properties("activating", "start", job="7")
-    systemd.answer("systemctl", f"--user show {UNIT} *", starting, starting, properties("active", "running"))
-    loading = cache(state="loading", phase="read weights", done_bytes=GIB, total_bytes=4 * GIB, eta_s=9.0)
-    with StubDaemon(tmp_path / "weightcached/cpu0.sock", lambda request: [status("cpu0", loading, cache("b/target"))]):
+    systemd.answer(
+        "systemctl", f"--user show {UNIT} *", starting, starting, properties("active", "running")
+    )
+    loading = cache(
+        state="loading", phase="read weights", done_bytes=GIB, total_bytes=4 * GIB, eta_s=9.0
+    )
+    with StubDaemon(
+        tmp_path / "weightcached/cpu0.sock",
+        lambda request: [status("cpu0", loading, cache("b/target"))],
+    ):
         result = run(systemd, "start", "cpu0")
     assert (result.exit_code, result.stdout) == (0, "cpu0: started\n")
     assert result.stderr == "cpu0 tiny/target: read weights, 1.0 of 4.0 GiB, 9.0 s left\n"
@@ -72,7 +83,9 @@ def test_start_shows_what_systemd_was_told_while_there_is_no_socket(systemd: Com
             f"{UNIT} failed too often in a row: systemctl --user reset-failed {UNIT}, then start it again",
         ),
         (
-            properties("failed", "failed", result="exit-code", code=78, text="m.yaml:3: models: wrong"),
+            properties(
+                "failed", "failed", result="exit-code", code=78, text="m.yaml:3: models: wrong"
+            ),
             f"{UNIT} is failed (exit-code, status 78): m.yaml:3: models: wrong",
         ),
         (
@@ -85,25 +98,37 @@ def test_start_shows_what_systemd_was_told_while_there_is_no_socket(systemd: Com
         ),
     ],
 )
-def test_failed_start_exits_1_with_the_daemons_words(systemd: Commands, state: str, text: str) -> None:
+def test_failed_start_exits_1_with_the_daemons_words(
+    systemd: Commands, state: str, text: str
+) -> None:
     systemd.answer("systemctl", f"--user start --no-block {UNIT}")
     systemd.answer("systemctl", f"--user show {UNIT} *", state)
     arguments = "--user _SYSTEMD_INVOCATION_ID=abc --output=cat --lines=1"
     systemd.answer("journalctl", arguments, "the last line of the journal\n")
     result = run(systemd, "start", "cpu0")
-    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"weightcachectl: cpu0: {text}\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (
+        1,
+        "",
+        f"weightcachectl: cpu0: {text}\n",
+    )
 
 
 def test_start_waits_for_its_turn_after_an_earlier_failure(systemd: Commands) -> None:
     systemd.answer("systemctl", f"--user start --no-block {UNIT}")
     waiting = properties("activating", "auto-restart", result="exit-code", code=1, job="7")
-    systemd.answer("systemctl", f"--user show {UNIT} *", waiting, waiting, properties("active", "running"))
+    systemd.answer(
+        "systemctl", f"--user show {UNIT} *", waiting, waiting, properties("active", "running")
+    )
     result = run(systemd, "start", "cpu0")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "cpu0: started\n", "")
 
 
-@pytest.mark.parametrize(("words", "said"), [("no room\n", "no room"), ("-- No entries --\n", "loading")])
-def test_next_attempts_job_is_not_taken_for_this_one(systemd: Commands, words: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"), [("no room\n", "no room"), ("-- No entries --\n", "loading")]
+)
+def test_next_attempts_job_is_not_taken_for_this_one(
+    systemd: Commands, words: str, said: str
+) -> None:
     systemd.answer("systemctl", f"--user start --no-block {UNIT}")
     starting = properties("activating", "start", job="7", text="loading")
     again = properties("activating", "start", job="8").replace("=abc", "=def")
@@ -117,7 +142,11 @@ def test_next_attempts_job_is_not_taken_for_this_one(systemd: Commands, words: s
 
 def test_failure_without_any_words_names_the_journal(systemd: Commands) -> None:
     systemd.answer("systemctl", f"--user start --no-block {UNIT}")
-    systemd.answer("systemctl", f"--user show {UNIT} *", properties("failed", "failed", result="signal", code=9))
+    systemd.answer(
+        "systemctl",
+        f"--user show {UNIT} *",
+        properties("failed", "failed", result="signal", code=9),
+    )
     systemd.answer("journalctl", "*", "-- No entries --\n")
     result = run(systemd, "start", "cpu0")
     assert result.stderr == (
@@ -155,11 +184,15 @@ def test_stop_ends_with_an_inactive_unit(systemd: Commands) -> None:
 def test_stop_of_a_unit_that_had_to_be_killed_exits_1(systemd: Commands) -> None:
     systemd.answer("systemctl", f"--user stop --no-block {UNIT}")
     systemd.answer(
-        "systemctl", f"--user show {UNIT} *", properties("failed", "failed", result="timeout", text="stopping")
+        "systemctl",
+        f"--user show {UNIT} *",
+        properties("failed", "failed", result="timeout", text="stopping"),
     )
     result = run(systemd, "stop", "cpu0")
     assert result.exit_code == 1
-    assert result.stderr == f"weightcachectl: cpu0: {UNIT} is failed (timeout, status 0): stopping\n"
+    assert (
+        result.stderr == f"weightcachectl: cpu0: {UNIT} is failed (timeout, status 0): stopping\n"
+    )
 
 
 def test_restart_of_several_units_fails_if_one_fails(systemd: Commands) -> None:
@@ -171,7 +204,10 @@ def test_restart_of_several_units_fails_if_one_fails(systemd: Commands) -> None:
         systemd.answer("systemctl", f"--user show weightcached@{device}.service *", state)
     result = run(systemd, "restart", "cpu0", "cpu1", "cpu0")
     assert (result.exit_code, result.stdout) == (1, "cpu0: restarted\n")
-    assert result.stderr == "weightcachectl: cpu1: weightcached@cpu1.service is failed (success, status 0): x\n"
+    assert (
+        result.stderr
+        == "weightcachectl: cpu1: weightcached@cpu1.service is failed (success, status 0): x\n"
+    )
     assert [call for call in systemd.calls() if "restart" in call] == [
         "systemctl --user restart --no-block weightcached@cpu0.service",
         "systemctl --user restart --no-block weightcached@cpu1.service",
@@ -202,7 +238,9 @@ def test_terminal_gets_one_moving_line_with_a_bar() -> None:
     )
 
 
-def test_file_gets_each_phase_once_and_then_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_gets_each_phase_once_and_then_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     file = io.StringIO()
@@ -212,4 +250,7 @@ def test_file_gets_each_phase_once_and_then_a_line_now_and_then(monkeypatch: pyt
         display.show("a", "read", done * GIB, 9 * GIB, None)
     display.show("b", "read", 1 << 20, 3 << 20, None)
     display.clear()
-    assert file.getvalue() == "a: read, 1.0 of 9.0 GiB\na: read, 3.0 of 9.0 GiB\nb: read, 1.0 of 3.0 MiB\n"
+    assert (
+        file.getvalue()
+        == "a: read, 1.0 of 9.0 GiB\na: read, 3.0 of 9.0 GiB\nb: read, 1.0 of 3.0 MiB\n"
+    )

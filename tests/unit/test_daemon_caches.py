@@ -67,7 +67,9 @@ def test_numbers_go_on_after_a_release(checkpoint: Path) -> None:
 
 def test_forbidden_transition_is_a_fault() -> None:
     cache = Cache("tiny/target", "target")
-    with pytest.raises(AssertionError, match="cache tiny/target cannot go from loading to released"):
+    with pytest.raises(
+        AssertionError, match="cache tiny/target cannot go from loading to released"
+    ):
         cache.release()
 
 

@@ -1,4 +1,6 @@
-"""Answers that depend on when the daemon's own digest is made; the others are seen in tests/process/test_attach.py."""
+"""Answers that depend on when the daemon's own digest is made; the others are seen in
+tests/process/test_attach.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ DIGEST = "ab" * 32
 
 
 class Scene:
-    """A served cache, and the key of an engine with a copy of its checkpoint that knows its own full digest."""
+    """A served cache, and the key of an engine with a copy of its checkpoint that knows its own
+    full digest.
+    """
 
     def __init__(self, tmp_path: Path) -> None:
         checkpoint = write_checkpoint(tmp_path / "checkpoint", nbytes=4096)
@@ -38,7 +42,9 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-def test_digest_made_while_the_files_are_looked_at_counts(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_made_while_the_files_are_looked_at_counts(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         made = asyncio.Event()
 
@@ -87,7 +93,8 @@ def test_digest_that_failed_is_said_and_tried_again(scene: Scene) -> None:
     async def main() -> None:
         matcher = Matcher(scene.caches, "cpu0", child)
         assert await final(matcher) == Failed(
-            cache="tiny/target", error="the full digest of its checkpoint could not be made: the disk is gone"
+            cache="tiny/target",
+            error="the full digest of its checkpoint could not be made: the disk is gone",
         )
         assert await final(matcher) is scene.generation
         assert matcher.digest_failures == 1
@@ -112,7 +119,9 @@ def test_cancelled_digest_leaves_nothing_running(scene: Scene) -> None:
     scene.generation.retire()
 
 
-def test_engine_that_is_content_with_samples_is_answered_without_a_full_digest(tmp_path: Path) -> None:
+def test_engine_that_is_content_with_samples_is_answered_without_a_full_digest(
+    tmp_path: Path,
+) -> None:
     scene = Scene(tmp_path)
 
     async def child(identity: CheckpointIdentity) -> str:
@@ -120,7 +129,10 @@ def test_engine_that_is_content_with_samples_is_answered_without_a_full_digest(t
 
     async def main() -> None:
         matcher = Matcher(scene.caches, "cpu0", child)
-        assert await matcher.match(with_checkpoint(scene.asked, full=""), sampled=True) is scene.generation
+        assert (
+            await matcher.match(with_checkpoint(scene.asked, full=""), sampled=True)
+            is scene.generation
+        )
         await matcher.close()
 
     asyncio.run(main())

@@ -86,5 +86,7 @@ def test_phase_without_bytes_is_named_alone() -> None:
         ({"WATCHDOG_USEC": "soon"}, None),
     ],
 )
-def test_watchdog_is_fed_twice_as_often_as_asked(environ: dict[str, str], period_s: float | None) -> None:
+def test_watchdog_is_fed_twice_as_often_as_asked(
+    environ: dict[str, str], period_s: float | None
+) -> None:
     assert watchdog_period_s(environ) == period_s

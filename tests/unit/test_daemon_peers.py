@@ -22,17 +22,24 @@ class Socket:
         assert level == socket.SOL_SOCKET
         if option == socket.SO_PEERCRED and isinstance(self._credentials, bytes):
             return self._credentials
-        raise self._credentials if isinstance(self._credentials, OSError) else OSError(92, "Protocol not available")
+        raise (
+            self._credentials
+            if isinstance(self._credentials, OSError)
+            else OSError(92, "Protocol not available")
+        )
 
 
 def peer(credentials: bytes | OSError) -> socket.socket:
     return cast(socket.socket, Socket(credentials))
 
 
-@pytest.mark.parametrize("credentials", [OSError(95, "Operation not supported"), b"", b"\1\2\3"], ids=repr)
+@pytest.mark.parametrize(
+    "credentials", [OSError(95, "Operation not supported"), b"", b"\1\2\3"], ids=repr
+)
 def test_peer_whose_credentials_cannot_be_read_is_refused(credentials: bytes | OSError) -> None:
     with pytest.raises(
-        PeerRefusedError, match=r"^the user behind this connection cannot be read \(.+\): it is refused$"
+        PeerRefusedError,
+        match=r"^the user behind this connection cannot be read \(.+\): it is refused$",
     ):
         identify(peer(credentials))
 

@@ -11,7 +11,9 @@ from weightcached.daemon.fairness import Turns
 
 
 async def order(turns: Turns, asked: list[tuple[int, int]]) -> list[int]:
-    """Ask, in this order, for turns of (pid, units) at once; returns the pids in the order in which they had them."""
+    """Ask, in this order, for turns of (pid, units) at once; returns the pids in the order in which
+    they had them.
+    """
     served: list[int] = []
     accounts = {pid: turns.account(pid) for pid, _ in asked}
 

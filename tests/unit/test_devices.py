@@ -1,4 +1,6 @@
-"""GPUs as NVML and nvidia-smi tell of them: the command is a real executable on PATH, NVML a module in its place."""
+"""GPUs as NVML and nvidia-smi tell of them: the command is a real executable on PATH, NVML a module
+in its place.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ Smi = Callable[..., None]
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
-    """Put an nvidia-smi on PATH, alone, that gives these answers; there is no NVML and no /proc of the driver."""
+    """Put an nvidia-smi on PATH, alone, that gives these answers; there is no NVML and no /proc of
+    the driver.
+    """
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(devices, "_PROC_VERSION", tmp_path / "absent")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -68,7 +72,9 @@ class NvmlError(Exception):
 
 
 class FakeNvml(types.ModuleType):
-    """NVML of two GPUs, the first in MIG mode with a gap between its two MIG devices. Handles are strings."""
+    """NVML of two GPUs, the first in MIG mode with a gap between its two MIG devices. Handles are
+    strings.
+    """
 
     NVMLError = NvmlError
 
@@ -215,7 +221,13 @@ def test_persistence_mode_off_is_warned_of(smi: Smi) -> None:
 
 
 def test_persistence_mode_of_a_mig_device_is_its_gpus(smi: Smi) -> None:
-    smi({**ANSWERS, "-L": MIG_LIST, "--query-gpu=uuid,persistence_mode": f"{GPU0}, Disabled\n{GPU1}, Enabled\n"})
+    smi(
+        {
+            **ANSWERS,
+            "-L": MIG_LIST,
+            "--query-gpu=uuid,persistence_mode": f"{GPU0}, Disabled\n{GPU1}, Enabled\n",
+        }
+    )
     warning = devices.persistence_warning(MIG1)
     assert warning is not None
     assert warning.startswith(f"persistence mode is off on {MIG1}: ")
@@ -231,7 +243,9 @@ def test_smi_tells_the_driver_version(smi: Smi) -> None:
     assert devices.kernel_driver_version() == "580.159.03"
 
 
-def test_failing_smi_is_a_machine_without_gpus_and_a_log_line(smi: Smi, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_smi_is_a_machine_without_gpus_and_a_log_line(
+    smi: Smi, caplog: pytest.LogCaptureFixture
+) -> None:
     smi(body="print('NVIDIA-SMI has failed because\\nit could not talk to the driver')", status=9)
     assert devices.list_gpus() == []
     assert (caplog.records[-1].levelno, caplog.records[-1].getMessage()) == (
@@ -240,11 +254,17 @@ def test_failing_smi_is_a_machine_without_gpus_and_a_log_line(smi: Smi, caplog: 
     )
 
 
-def test_hanging_smi_is_given_up(smi: Smi, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_smi_is_given_up(
+    smi: Smi, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(devices, "SMI_TIMEOUT_S", 0.3)
     smi(body="import signal; signal.pause()")
     assert devices.kernel_driver_version() == "unknown"
-    assert caplog.records[-1].getMessage().startswith("nvidia-smi --query-gpu=driver_version --format=csv,noheader,")
+    assert (
+        caplog.records[-1]
+        .getMessage()
+        .startswith("nvidia-smi --query-gpu=driver_version --format=csv,noheader,")
+    )
 
 
 def test_machine_without_smi_and_nvml_has_no_gpus(smi: Smi) -> None:
@@ -254,7 +274,10 @@ def test_machine_without_smi_and_nvml_has_no_gpus(smi: Smi) -> None:
     assert devices.kernel_driver_version() == "unknown"
     with pytest.raises(DeviceError) as e:
         devices.free_and_total_bytes(GPU0)
-    assert str(e.value) == f"cannot tell the free memory of {GPU0}: neither nvidia-ml-py nor nvidia-smi reports a GPU"
+    assert (
+        str(e.value)
+        == f"cannot tell the free memory of {GPU0}: neither nvidia-ml-py nor nvidia-smi reports a GPU"
+    )
 
 
 # ---- NVML
@@ -269,10 +292,14 @@ def test_nvml_lists_mig_devices_instead_of_their_gpu(nvml: FakeNvml) -> None:
     assert nvml.open == 0
 
 
-def test_lost_gpu_does_not_hide_the_others(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_gpu_does_not_hide_the_others(
+    nvml: FakeNvml, caplog: pytest.LogCaptureFixture
+) -> None:
     nvml.lost.add(0)
     assert [gpu.uuid for gpu in devices.list_gpus()] == [GPU1]
-    assert [record.getMessage() for record in caplog.records] == ["GPU index=0 does not answer: GPU is lost"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "GPU index=0 does not answer: GPU is lost"
+    ]
 
 
 def test_nvml_tells_memory_of_mig_devices(nvml: FakeNvml) -> None:
@@ -291,14 +318,18 @@ def test_nvml_tells_persistence_mode_of_a_mig_devices_gpu(nvml: FakeNvml) -> Non
 
 def test_device_that_nvml_does_not_know_is_refused(nvml: FakeNvml) -> None:
     unknown = "GPU-99999999-2222-3333-4444-555555555555"
-    with pytest.raises(DeviceError, match=f"of {unknown}: this machine has {MIG0}, {MIG1}, {GPU1}$"):
+    with pytest.raises(
+        DeviceError, match=f"of {unknown}: this machine has {MIG0}, {MIG1}, {GPU1}$"
+    ):
         devices.free_and_total_bytes(unknown)
     assert devices.holders(unknown) == []
     assert devices.persistence_warning(unknown) is None
     assert nvml.open == 0
 
 
-def test_nvml_without_a_library_falls_back_to_smi(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_without_a_library_falls_back_to_smi(
+    smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smi()
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(works=False))
     assert [gpu.uuid for gpu in devices.list_gpus()] == [GPU0, GPU1]
@@ -310,9 +341,18 @@ def test_nvml_without_a_library_falls_back_to_smi(smi: Smi, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("line", "version"),
     [
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (root@x)", "580.159.03"),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
-        ("NVRM version: NVIDIA UNIX aarch64 Kernel Module  610.43  Sat Aug 19 01:15:15 UTC 2026", "610.43"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (root@x)",
+            "580.159.03",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
+            "535.104.05",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX aarch64 Kernel Module  610.43  Sat Aug 19 01:15:15 UTC 2026",
+            "610.43",
+        ),
     ],
 )
 def test_kernel_driver_version_comes_from_proc_first(
@@ -327,13 +367,19 @@ def test_kernel_driver_version_comes_from_proc_first(
 
 def test_importing_devices_imports_neither_torch_nor_cuda() -> None:
     code = "import sys, weightcached.system.gpus; print([m for m in ('torch', 'cuda', 'pynvml') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "[]\n"
 
 
 # ---- CUDA_VISIBLE_DEVICES
 
-GPUS = [GpuInfo(GPU0, "NVIDIA H200", 1), GpuInfo(MIG0, "MIG 1g", 1, mig=True, parent=GPU1), GpuInfo(GPU1, "A10", 1)]
+GPUS = [
+    GpuInfo(GPU0, "NVIDIA H200", 1),
+    GpuInfo(MIG0, "MIG 1g", 1, mig=True, parent=GPU1),
+    GpuInfo(GPU1, "A10", 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -345,14 +391,18 @@ GPUS = [GpuInfo(GPU0, "NVIDIA H200", 1), GpuInfo(MIG0, "MIG 1g", 1, mig=True, pa
         ("GPU-1,MIG-c6", [GPU1, MIG0]),
     ],
 )
-def test_visible_devices_in_the_order_of_the_variable(visible: str | None, expected: list[str]) -> None:
+def test_visible_devices_in_the_order_of_the_variable(
+    visible: str | None, expected: list[str]
+) -> None:
     assert devices.visible_gpus(GPUS, visible) == expected
 
 
 @pytest.mark.parametrize(
     ("visible", "entry"), [("0,3", "3"), ("0,0", "0"), ("GPU-", "GPU-"), ("0,-1", "-1"), ("0,", "")]
 )
-def test_visible_device_that_cuda_would_stop_at_is_named(smi: Smi, visible: str, entry: str) -> None:
+def test_visible_device_that_cuda_would_stop_at_is_named(
+    smi: Smi, visible: str, entry: str
+) -> None:
     smi()
     with pytest.raises(DeviceError) as e:
         devices.visible_gpus(GPUS, visible)

@@ -1,4 +1,6 @@
-"""Digests: none of a file that changes, all cores for one file, a cache that can only be a cache."""
+"""Digests: none of a file that changes, all cores for one file, a cache that can only be a
+cache.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,14 @@ def entries(cache_home: Path) -> list[Path]:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 3 * SAMPLE_BYTES), st.integers(0, 5 * SAMPLE_BYTES)), max_size=8))
-def test_ranges_cover_start_middle_and_end_of_every_tensor_once(lengths: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3 * SAMPLE_BYTES), st.integers(0, 5 * SAMPLE_BYTES)), max_size=8
+    )
+)
+def test_ranges_cover_start_middle_and_end_of_every_tensor_once(
+    lengths: list[tuple[int, int]],
+) -> None:
     spans, position = [], 8
     for gap, nbytes in lengths:
         spans.append((position + gap, position + gap + nbytes))
@@ -141,7 +149,9 @@ def test_progress_counts_all_bytes_in_the_callers_thread(model: Path) -> None:
     assert calls == [(total, total, threading.get_ident())]
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error_within_two_seconds(model: Path, cache_home: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_an_error_within_two_seconds(
+    model: Path, cache_home: Path
+) -> None:
     record = sparse(model, 128 * CHUNK_BYTES)
     changed_at: list[float] = []
 
@@ -180,7 +190,10 @@ def test_a_file_cut_short_while_it_is_read_is_an_error(model: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         digests.read_at(fd, source.path, memoryview(bytearray(7)), 0)
     os.close(fd)
-    assert str(raised.value) == f"weight file {model}/m.bin ends at byte 3, expected 7: it was cut short"
+    assert (
+        str(raised.value)
+        == f"weight file {model}/m.bin ends at byte 3, expected 7: it was cut short"
+    )
 
 
 def test_a_failing_progress_callback_ends_the_work(model: Path) -> None:
@@ -207,7 +220,9 @@ def test_memory_and_descriptors_stay_bounded(model: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_one_core_digests_at_least_one_and_a_half_gb_a_second(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_core_digests_at_least_one_and_a_half_gb_a_second(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The published figures come from bench/identity.py; this notices a slow path only.
     record = sparse(model, 4 * CHUNK_BYTES)
     times_s = []
@@ -305,7 +320,9 @@ def test_many_processes_writing_one_entry_leave_it_whole(cache_home: Path) -> No
         "    cache.put(key, digest)\n"
         "    assert cache.get(key) == digest\n"
     )
-    children = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(3)]
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(3)
+    ]
     for child in children:  # all at once
         assert child.stdin is not None
         child.stdin.close()

@@ -1,4 +1,6 @@
-"""doctor: each fault is found on a machine made to have it, and mended by the command that stands beside it."""
+"""doctor: each fault is found on a machine made to have it, and mended by the command that stands
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Machine:
         self.place("[cpu0]")
         self.gpus: list[Any] = []
         self.persistence: dict[str, str] = {}
-        devices = SimpleNamespace(list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get)
+        devices = SimpleNamespace(
+            list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get
+        )
         monkeypatch.setitem(sys.modules, "weightcached.system.gpus", devices)
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
         self.failed_units = self.active_units = ""
@@ -70,8 +74,15 @@ class Machine:
         )
 
     def interpreter(self, **changed: object) -> None:
-        """An interpreter whose environment has what is said; with the versions that the test needs."""
-        seen = {"plugin": ["x:y"], "vllm": "0.32.0", "torch": "2.11", "weightcached": __version__} | changed
+        """An interpreter whose environment has what is said; with the versions that the test
+        needs.
+        """
+        seen = {
+            "plugin": ["x:y"],
+            "vllm": "0.32.0",
+            "torch": "2.11",
+            "weightcached": __version__,
+        } | changed
         self.python.write_text(f"#!/bin/sh\necho '{json.dumps(seen)}'\n")
         self.python.chmod(0o755)
 
@@ -80,10 +91,14 @@ class Machine:
             self.commands.answer("systemctl", "--version", self.systemd)
         self.commands.answer("systemctl", "--user is-system-running", self.manager)
         self.commands.answer(
-            "systemctl", "--user list-units --state=failed --plain --no-legend weightcached@?", self.failed_units
+            "systemctl",
+            "--user list-units --state=failed --plain --no-legend weightcached@?",
+            self.failed_units,
         )
         self.commands.answer(
-            "systemctl", "--user list-units --state=active --plain --no-legend weightcached@?", self.active_units
+            "systemctl",
+            "--user list-units --state=active --plain --no-legend weightcached@?",
+            self.active_units,
         )
         self.commands.answer("loginctl", f"show-user {UID} --property=Linger --value", self.linger)
         self.commands.finish()
@@ -157,7 +172,9 @@ def test_linger_is_read_from_logind_s_files_where_it_does_not_answer(machine: Ma
         ("j\u00f6rg", "j\\303\\266rg"),
     ],
 )
-def test_linger_file_of_a_user_with_odd_characters_is_found(machine: Machine, name: str, file: str) -> None:
+def test_linger_file_of_a_user_with_odd_characters_is_found(
+    machine: Machine, name: str, file: str
+) -> None:
     machine.linger = ""
     machine.monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=name))
     directory = machine.base / "linger"
@@ -180,7 +197,9 @@ def test_old_or_missing_systemd_fails(machine: Machine) -> None:
 
 def test_old_kernel_fails(machine: Machine) -> None:
     machine.monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="4.18.0-553.el8"))
-    expected = Finding("kernel", "fail", "Linux 4.18.0-553.el8, needed is 5.3 (pidfd_open)", "boot a newer kernel")
+    expected = Finding(
+        "kernel", "fail", "Linux 4.18.0-553.el8, needed is 5.3 (pidfd_open)", "boot a newer kernel"
+    )
     assert machine.findings("kernel") == [expected]
 
 
@@ -218,7 +237,9 @@ def test_own_runtime_directory_is_judged(machine: Machine) -> None:
     directory.chmod(0o755)
     text = f"runtime directory {directory} has mode 0755, expected 0700: chmod 700 {directory}"
     fix = f"chmod 700 {directory}"
-    assert machine.findings("runtime directory") == [Finding("runtime directory", "fail", text, fix)]
+    assert machine.findings("runtime directory") == [
+        Finding("runtime directory", "fail", text, fix)
+    ]
 
 
 def test_something_else_in_the_runtime_directory_s_place_is_moved_away(machine: Machine) -> None:
@@ -226,13 +247,18 @@ def test_something_else_in_the_runtime_directory_s_place_is_moved_away(machine: 
     directory.symlink_to(machine.base)
     text = f"runtime directory {directory} is a symbolic link: a real directory is required"
     fix = f"mv {directory} {directory}.old"
-    assert machine.findings("runtime directory") == [Finding("runtime directory", "fail", text, fix)]
+    assert machine.findings("runtime directory") == [
+        Finding("runtime directory", "fail", text, fix)
+    ]
 
 
 @contextlib.contextmanager
 def mounted(directory: Path, options: str) -> Iterator[None]:
     """A tmpfs at `directory`."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"{options},mode=0700", "wc-test", str(directory)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"{options},mode=0700", "wc-test", str(directory)],
+        check=True,
+    )
     try:
         yield
     finally:
@@ -275,7 +301,9 @@ def test_cache_directory_that_keeps_nothing_is_found(machine: Machine, fault: st
             # Root may write everywhere.
             machine.monkeypatch.setattr(os, "access", lambda path, mode: path != directory)
         text, fix = expected[fault]
-        assert machine.findings("cache directory") == [Finding("cache directory", "warn", f"{text}: {AGAIN}", fix)]
+        assert machine.findings("cache directory") == [
+            Finding("cache directory", "warn", f"{text}: {AGAIN}", fix)
+        ]
 
 
 def test_low_limit_of_open_files_is_found(machine: Machine) -> None:
@@ -292,14 +320,20 @@ def test_low_limit_of_open_files_is_found(machine: Machine) -> None:
 
 
 def test_unit_that_the_manager_has_given_up_is_found(machine: Machine) -> None:
-    machine.failed_units = "weightcached@cpu0.service loaded failed failed Resident model weights on cpu0\n"
+    machine.failed_units = (
+        "weightcached@cpu0.service loaded failed failed Resident model weights on cpu0\n"
+    )
     name = "weightcached@cpu0.service"
     fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start cpu0"
-    assert machine.findings("unit")[-1] == Finding("unit", "fail", f"{name} has failed and is not started again", fix)
+    assert machine.findings("unit")[-1] == Finding(
+        "unit", "fail", f"{name} has failed and is not started again", fix
+    )
 
 
 def test_unit_whose_socket_is_not_in_this_session_s_directory_is_found(machine: Machine) -> None:
-    machine.active_units = "weightcached@cpu0.service loaded active running Resident model weights on cpu0\n"
+    machine.active_units = (
+        "weightcached@cpu0.service loaded active running Resident model weights on cpu0\n"
+    )
     path = machine.run / "weightcached/cpu0.sock"
     text = f"weightcached@cpu0.service is active, but {path} is not there, so no engine of this session finds it"
     fix = "compare $XDG_RUNTIME_DIR with 'systemctl --user show-environment', or weightcachectl restart cpu0"
@@ -325,7 +359,9 @@ def test_runtime_directory_that_went_with_the_last_logout_is_found(machine: Mach
 
 def test_missing_unit_fails(machine: Machine) -> None:
     (machine.config / "systemd/user/weightcached.target").unlink()
-    missing = Finding("unit", "fail", "weightcached.target is not installed", "weightcachectl install")
+    missing = Finding(
+        "unit", "fail", "weightcached.target is not installed", "weightcachectl install"
+    )
     assert machine.findings("unit")[2] == missing
 
 
@@ -340,13 +376,20 @@ def test_wrong_manifest_fails_with_its_line(machine: Machine) -> None:
     machine.place("[gpu0]")
     (found,) = machine.findings("manifest")
     assert (found.level, found.fix) == ("fail", f"edit {machine.manifest}")
-    assert found.text.startswith(f"{machine.manifest}:3: models[0].devices[0]: device 'gpu0' is none: ")
+    assert found.text.startswith(
+        f"{machine.manifest}:3: models[0].devices[0]: device 'gpu0' is none: "
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "level", "text", "fix"),
     [
-        ({"vllm": None}, "fail", "PY has no vLLM", "name the engine's interpreter as python: in MANIFEST"),
+        (
+            {"vllm": None},
+            "fail",
+            "PY has no vLLM",
+            "name the engine's interpreter as python: in MANIFEST",
+        ),
         (
             {"plugin": []},
             "fail",
@@ -366,18 +409,25 @@ def test_interpreter_without_plug_in_is_found(
 ) -> None:
     machine.interpreter(**changed)
     (found,) = machine.findings("plug-in")
-    seen = [s.replace(str(machine.python), "PY").replace(str(machine.manifest), "MANIFEST") for s in found]
+    seen = [
+        s.replace(str(machine.python), "PY").replace(str(machine.manifest), "MANIFEST")
+        for s in found
+    ]
     assert seen == ["plug-in", level, text, fix]
 
 
 def test_interpreter_that_does_not_run_is_found(machine: Machine) -> None:
     machine.python.write_text("#!/bin/sh\necho broken\nexit 1\n")
     text = f"{machine.python} does not run"
-    assert machine.findings("plug-in") == [Finding("plug-in", "fail", text, f"{machine.python} --version")]
+    assert machine.findings("plug-in") == [
+        Finding("plug-in", "fail", text, f"{machine.python} --version")
+    ]
 
 
 def test_question_to_the_interpreter_is_answered_by_a_real_one(machine: Machine) -> None:
-    """This environment has vLLM and not the plug-in, or both: either is an answer, and neither imports vLLM."""
+    """This environment has vLLM and not the plug-in, or both: either is an answer, and neither
+    imports vLLM.
+    """
     assert doctor._interpreter(sys.executable).text.partition("vLLM ")[2] != ""
 
 
@@ -394,11 +444,18 @@ def test_gpus_are_compared_with_the_manifest_and_asked_for_persistence(machine: 
     machine.gpus.append(SimpleNamespace(uuid=other))
     machine.persistence[other] = "persistence mode is off"
     assert machine.findings("GPU") == [
-        Finding("GPU", "fail", f"{GPU} stands in the manifest and is not in this machine", "weightcachectl devices"),
+        Finding(
+            "GPU",
+            "fail",
+            f"{GPU} stands in the manifest and is not in this machine",
+            "weightcachectl devices",
+        ),
         Finding("GPU", "warn", "persistence mode is off", f"sudo nvidia-smi -i {other} -pm 1"),
     ]
     machine.persistence.clear()
-    assert list(doctor._gpus(None)) == [Finding("GPU", "ok", f"{other}: persistence mode is on, or cannot be read")]
+    assert list(doctor._gpus(None)) == [
+        Finding("GPU", "ok", f"{other}: persistence mode is on, or cannot be read")
+    ]
 
 
 def test_stale_socket_fails(machine: Machine) -> None:
@@ -449,5 +506,7 @@ def test_socket_open_to_others_fails(machine: Machine) -> None:
     path = machine.run / "weightcached/cpu0.sock"
     with StubDaemon(path):
         path.chmod(0o666)
-        expected = Finding("socket", "fail", f"{path} has mode 0666, expected 0600", f"chmod 600 {path}")
+        expected = Finding(
+            "socket", "fail", f"{path} has mode 0666, expected 0600", f"chmod 600 {path}"
+        )
         assert machine.findings("socket") == [expected]

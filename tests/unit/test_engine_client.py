@@ -1,4 +1,6 @@
-"""The engine's side of the protocol, against a scripted daemon on a real socket: every answer, fault and return."""
+"""The engine's side of the protocol, against a scripted daemon on a real socket: every answer,
+fault and return.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Lines(logging.Handler):
 
     def wait_for(self, line: str) -> None:
         with self._news:
-            assert self._news.wait_for(lambda: line in self.lines, BOUND_S), f"{line!r} is not in {self.lines}"
+            assert self._news.wait_for(lambda: line in self.lines, BOUND_S), (
+                f"{line!r} is not in {self.lines}"
+            )
 
 
 @pytest.fixture
@@ -137,11 +141,17 @@ def ready(**changed: Any) -> Ready:
 
 
 def handing_out(
-    *segments: bytes, index: bytes = INDEX, announced: Ready | None = None, after: Iterable[Answer] = ()
+    *segments: bytes,
+    index: bytes = INDEX,
+    announced: Ready | None = None,
+    after: Iterable[Answer] = (),
 ) -> Iterator[Answer]:
     """Ready, the descriptors in one packet, and what else is to be sent."""
     yield announced or ready()
-    fds = [sealed_memfd("index", index), *(sealed_memfd("segment", segment) for segment in segments)]
+    fds = [
+        sealed_memfd("index", index),
+        *(sealed_memfd("segment", segment) for segment in segments),
+    ]
     yield Packet(encode(Descriptors(first=0)), [fd.fileno() for fd in fds])
     for fd in fds:
         fd.close()
@@ -232,7 +242,9 @@ def test_no_daemon_is_unavailable(path: Path, key: WeightCacheKey) -> None:
     )
 
 
-def test_silent_daemon_is_unavailable(path: Path, key: WeightCacheKey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_daemon_is_unavailable(
+    path: Path, key: WeightCacheKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "_SILENCE_S", 0.2)
     with StubDaemon(path, serving(Silence())):
         text = refused(WeightCacheUnavailableError, path, key)
@@ -299,7 +311,9 @@ def test_loading_beyond_the_deadline_is_unavailable(path: Path, key: WeightCache
     assert 0.3 <= time.monotonic() - began < TIMEOUT_S
 
 
-def test_load_that_stops_is_not_waited_for(path: Path, key: WeightCacheKey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_that_stops_is_not_waited_for(
+    path: Path, key: WeightCacheKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "_STALL_S", 0.3)
 
     def script(request: Request) -> Iterable[Answer]:
@@ -317,7 +331,9 @@ def test_load_that_stops_is_not_waited_for(path: Path, key: WeightCacheKey, monk
         "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 0 s; 'weightcachectl status' shows its "
         "state, 'journalctl --user' what its loader says"
     )
-    assert 0.7 <= time.monotonic() - began < TIMEOUT_S, "while bytes came it was waited for longer than that"
+    assert 0.7 <= time.monotonic() - began < TIMEOUT_S, (
+        "while bytes came it was waited for longer than that"
+    )
 
 
 @pytest.mark.parametrize("phase", ["queued", "digest"])
@@ -358,7 +374,9 @@ def test_daemon_that_refuses_the_connection_is_unavailable(path: Path, key: Weig
 
 def test_engine_that_is_content_with_samples_says_so(path: Path, key: WeightCacheKey) -> None:
     with StubDaemon(path, serving()) as daemon:
-        attach(path, key, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S, identity="sampled").close()
+        attach(
+            path, key, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S, identity="sampled"
+        ).close()
     assert daemon.requests[1:] == [Attach(key=key, wait=True, identity="sampled")]
 
 
@@ -369,7 +387,9 @@ def test_engine_that_does_not_wait_asks_so(path: Path, key: WeightCacheKey) -> N
     assert daemon.requests[1:] == [Attach(key=key, wait=False)]
 
 
-@pytest.mark.parametrize("end", [Failed(cache=CACHE, error="disk full"), Refused(code="busy", message="stopping")])
+@pytest.mark.parametrize(
+    "end", [Failed(cache=CACHE, error="disk full"), Refused(code="busy", message="stopping")]
+)
 def test_loading_may_end_in_an_error(path: Path, key: WeightCacheKey, end: Answer) -> None:
     with StubDaemon(path, serving(loading(), end)):
         text = refused(WeightCacheUnavailableError, path, key)
@@ -385,7 +405,9 @@ def test_daemon_that_dies_while_it_loads_is_unavailable(path: Path, key: WeightC
 # ---- digests
 
 
-def test_each_digest_is_made_once_when_it_is_asked_for(path: Path, key: WeightCacheKey, lines: Lines) -> None:
+def test_each_digest_is_made_once_when_it_is_asked_for(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
     rungs = iter(["sample", "full"])
 
     def script(request: Request) -> Iterable[Answer]:
@@ -411,7 +433,9 @@ def with_safetensors(key: WeightCacheKey) -> WeightCacheKey:
     root = Path(key.checkpoint.root)
     header = b'{"w":{"dtype":"U8","shape":[4096],"data_offsets":[0,4096]}}'.ljust(64)
     (root / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4096))
-    return msgspec.structs.replace(key, checkpoint=msgspec.structs.replace(identity_of(root), sample=""))
+    return msgspec.structs.replace(
+        key, checkpoint=msgspec.structs.replace(identity_of(root), sample="")
+    )
 
 
 @pytest.mark.parametrize("rung", ["sample", "full"])
@@ -421,7 +445,10 @@ def test_daemon_that_asks_again_for_what_it_was_given_breaks_the_protocol(
     key = with_safetensors(key)
     with StubDaemon(path, serving(NeedDigest(rung=rung))) as daemon:  # type: ignore[arg-type]
         text = refused(ProtocolError, path, key)
-    assert text == f"the daemon asks for the {rung} digest of {key.checkpoint.root}, which it was given"
+    assert (
+        text
+        == f"the daemon asks for the {rung} digest of {key.checkpoint.root}, which it was given"
+    )
     assert len(daemon.requests) == 3
 
 
@@ -450,7 +477,11 @@ def test_index_other_than_the_announced_one_is_refused(path: Path, key: WeightCa
     [
         (b"", IndexFormatError, "tensor index of 0 bytes is shorter than its header"),
         (b"x" * 100, IndexFormatError, "tensor index begins with b'xxxx', expected b'WCIX'"),
-        (INDEX[:-1] + b"\xff", IndexFormatError, "tensor index: its digest does not match its content"),
+        (
+            INDEX[:-1] + b"\xff",
+            IndexFormatError,
+            "tensor index: its digest does not match its content",
+        ),
     ],
     ids=["empty", "foreign", "corrupt"],
 )
@@ -483,23 +514,35 @@ def test_other_number_of_segments_than_the_index_says_is_refused(
     assert text == f"tiny/target has 1 segments, {segments} descriptors came"
 
 
-def test_more_segments_than_fit_in_one_packet_arrive_in_order(path: Path, key: WeightCacheKey) -> None:
+def test_more_segments_than_fit_in_one_packet_arrive_in_order(
+    path: Path, key: WeightCacheKey
+) -> None:
     count = 600
     index = index_format.encode(
-        an_index(segments=[SegmentRecord(512, private=False)] * count, storages=[StorageRecord(0, 0, 512, bytes(16))])
+        an_index(
+            segments=[SegmentRecord(512, private=False)] * count,
+            storages=[StorageRecord(0, 0, 512, bytes(16))],
+        )
     )
 
     def script(request: Request) -> Iterable[Answer]:
-        fds = [sealed_memfd("x", index), *(sealed_memfd("x", b"%d" % number) for number in range(count))]
+        fds = [
+            sealed_memfd("x", index),
+            *(sealed_memfd("x", b"%d" % number) for number in range(count)),
+        ]
         yield ready(descriptors=len(fds), index_digest=index_format.digest_of(index))
         for first in range(0, len(fds), 250):
-            yield Packet(encode(Descriptors(first=first)), [fd.fileno() for fd in fds[first : first + 250]])
+            yield Packet(
+                encode(Descriptors(first=first)), [fd.fileno() for fd in fds[first : first + 250]]
+            )
         for fd in fds:
             fd.close()
 
     with StubDaemon(path, script):
         attachment = run(path, key)
-        assert [os.pread(fd.fileno(), 9, 0) for fd in attachment.fds] == [b"%d" % number for number in range(count)]
+        assert [os.pread(fd.fileno(), 9, 0) for fd in attachment.fds] == [
+            b"%d" % number for number in range(count)
+        ]
         attachment.close()
 
 
@@ -529,7 +572,9 @@ def test_ready_without_descriptors_is_refused(path: Path, key: WeightCacheKey) -
 def test_descriptors_that_stay_away_are_an_error(
     path: Path, key: WeightCacheKey, rest: list[Answer], kind: type[WeightcachedError], text: str
 ) -> None:
-    with StubDaemon(path, lambda request: handing_out(SEGMENT, announced=ready(descriptors=3), after=rest)):
+    with StubDaemon(
+        path, lambda request: handing_out(SEGMENT, announced=ready(descriptors=3), after=rest)
+    ):
         assert refused(kind, path, key) == text
 
 
@@ -584,7 +629,9 @@ def test_release_that_fails_is_a_log_line(
 
 # ---- the lease
 
-GONE = "WARNING the daemon of tiny/target is gone; the engine goes on with the weights it has mapped"
+GONE = (
+    "WARNING the daemon of tiny/target is gone; the engine goes on with the weights it has mapped"
+)
 REJOINED = "INFO rejoined the daemon of tiny/target, generation 3"
 
 
@@ -599,7 +646,9 @@ def rejoining(*answers: Answer) -> Callable[[Request], Iterable[Answer]]:
     return lambda request: answers if isinstance(request, Rejoin) else handing_out(SEGMENT)
 
 
-def test_closed_lease_is_given_back_and_its_thread_ends(path: Path, key: WeightCacheKey, lines: Lines) -> None:
+def test_closed_lease_is_given_back_and_its_thread_ends(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
     left = threading.Event()
 
     def script(request: Request) -> Iterator[Answer]:
@@ -622,7 +671,9 @@ def test_closed_lease_is_given_back_and_its_thread_ends(path: Path, key: WeightC
     assert lines.lines == []
 
 
-def test_lease_is_renewed_when_the_daemon_returns(path: Path, key: WeightCacheKey, lines: Lines) -> None:
+def test_lease_is_renewed_when_the_daemon_returns(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
     with StubDaemon(path, serving()):
         lease = leased(path, key)
     lines.wait_for(GONE)
@@ -638,7 +689,9 @@ def test_lease_is_renewed_when_the_daemon_returns(path: Path, key: WeightCacheKe
     assert lines.lines == [GONE, REJOINED]
 
 
-def test_lease_survives_one_restart_after_the_other(path: Path, key: WeightCacheKey, lines: Lines) -> None:
+def test_lease_survives_one_restart_after_the_other(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
     with StubDaemon(path, serving()):
         lease = leased(path, key)
     for _ in range(3):
@@ -662,7 +715,11 @@ def test_lease_survives_one_restart_after_the_other(path: Path, key: WeightCache
     ids=["ends", "garbage", "silent", "other"],
 )
 def test_daemon_that_answers_wrongly_is_asked_again(
-    path: Path, key: WeightCacheKey, lines: Lines, first: list[Answer], monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    key: WeightCacheKey,
+    lines: Lines,
+    first: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "_REJOIN_MAX_S", 0.2)
     with StubDaemon(path, serving()):
@@ -680,7 +737,9 @@ def test_refused_rejoin_ends_with_a_log_line(path: Path, key: WeightCacheKey, li
         lease = leased(path, key)
     message = "tiny/target generation 3 is gone, generation 4 is served"
     with StubDaemon(path, rejoining(Refused(code="absent", message=message))) as daemon:
-        lines.wait_for(f"WARNING the restarted daemon no longer has what this engine maps: {message}")
+        lines.wait_for(
+            f"WARNING the restarted daemon no longer has what this engine maps: {message}"
+        )
         lease._thread.join(BOUND_S)
         assert not lease._thread.is_alive()
         assert not lease.connected.is_set()
@@ -688,7 +747,9 @@ def test_refused_rejoin_ends_with_a_log_line(path: Path, key: WeightCacheKey, li
     assert [type(request) for request in daemon.requests] == [Hello, Rejoin]
 
 
-def test_daemon_of_another_protocol_is_waited_out(path: Path, key: WeightCacheKey, lines: Lines) -> None:
+def test_daemon_of_another_protocol_is_waited_out(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
     with StubDaemon(path, serving()):
         lease = leased(path, key)
     lines.wait_for(GONE)
@@ -727,7 +788,9 @@ def test_socket_that_vanishes_under_the_look_at_it_is_tried_again(
         lease.close()
 
 
-def test_lease_closed_while_the_daemon_is_away_ends_its_thread(path: Path, key: WeightCacheKey, lines: Lines) -> None:
+def test_lease_closed_while_the_daemon_is_away_ends_its_thread(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
     with StubDaemon(path, serving()):
         lease = leased(path, key)
     lines.wait_for(GONE)

@@ -59,12 +59,16 @@ def test_draft_inside_of_its_targets_checkpoint_may_need_nothing(model: Any) -> 
 
 
 def test_held_bytes_are_those_of_caches_that_hold_any(path: Path) -> None:
-    reply = status("cpu0", cache("a/target", bytes=5), cache("b/target", bytes=0), cache("c/draft", bytes=7))
+    reply = status(
+        "cpu0", cache("a/target", bytes=5), cache("b/target", bytes=0), cache("c/draft", bytes=7)
+    )
     with StubDaemon(path, lambda request: [reply]):
         assert fallback.held_bytes(path) == {"a/target": 5, "c/draft": 7}
 
 
-def test_daemon_that_cannot_be_asked_holds_nothing_known(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_daemon_that_cannot_be_asked_holds_nothing_known(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fallback, "_STATUS_TIMEOUT_S", 0.2)
     assert fallback.held_bytes(path) == {}
     with StubDaemon(path, lambda request: [Silence()]):
@@ -82,7 +86,10 @@ def test_room_is_asked_for_only_where_a_daemon_holds_something(
     with StubDaemon(path, lambda request: [status("cpu0")]):
         ask()
     with StubDaemon(path, lambda request: [status("cpu0", cache(bytes=1))]) as daemon:
-        with pytest.raises(OutOfDeviceMemoryError, match=r"at least 1\.0 MiB on cpu0, 0\.0 MiB of 1\.0 GiB are free"):
+        with pytest.raises(
+            OutOfDeviceMemoryError,
+            match=r"at least 1\.0 MiB on cpu0, 0\.0 MiB of 1\.0 GiB are free",
+        ):
             ask()
         asked = len(daemon.requests)
         ask(WeightCacheUnavailableError("silence", code="timeout"))
@@ -106,7 +113,9 @@ def test_daemon_that_does_not_take_the_news_keeps_nobody_from_loading(
 ) -> None:
     monkeypatch.setattr(fallback, "_STATUS_TIMEOUT_S", 0.2)
     fallback.report(path, REASON)
-    older = Refused(code="protocol", message="message does not decode: Invalid value 'Fallback' - at `$.type`")
+    older = Refused(
+        code="protocol", message="message does not decode: Invalid value 'Fallback' - at `$.type`"
+    )
     for answer in (older, Silence(), Packet(b"", then_close=True)):
         with StubDaemon(path, lambda request, answer=answer: [answer]) as daemon:  # type: ignore[misc]
             fallback.report(path, REASON)

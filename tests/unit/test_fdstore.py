@@ -1,4 +1,6 @@
-"""Adoption from systemd's descriptor store: every set that must not be served is dropped, with its reason."""
+"""Adoption from systemd's descriptor store: every set that must not be served is dropped, with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import msgspec
 import pytest
 
 from tests.fakes.checkpoints import key_of, write_checkpoint
-from weightcached.daemon.fdstore import Expected, FdStore, Stored, StoreError, adopt, current_driver, inherited
+from weightcached.daemon.fdstore import (
+    Expected,
+    FdStore,
+    Stored,
+    StoreError,
+    adopt,
+    current_driver,
+    inherited,
+)
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import LoadReport, SegmentRecord, TensorIndex
 from weightcached.segments.cuda import CudaBackend
@@ -48,7 +58,9 @@ class Set:
         self.data = index_format.encode(msgspec.structs.replace(index, **changes))
         self.tag = index_format.digest_of(self.data)[:40]
         self.stored = [Stored(f"wc1.{self.tag}.index", sealed_memfd("index", self.data))]
-        self.stored += [Stored(f"wc1.{self.tag}.{n}", sealed_memfd(f"s{n}", SEGMENT)) for n in range(segments)]
+        self.stored += [
+            Stored(f"wc1.{self.tag}.{n}", sealed_memfd(f"s{n}", SEGMENT)) for n in range(segments)
+        ]
 
 
 @pytest.fixture
@@ -56,8 +68,12 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "checkpoint", nbytes=4096)
 
 
-def dropped(stored: list[Stored], caplog: pytest.LogCaptureFixture, expected: Expected = EXPECTED) -> str:
-    """Adopt what must not be adopted. Returns the reason; all is closed and taken out of the store."""
+def dropped(
+    stored: list[Stored], caplog: pytest.LogCaptureFixture, expected: Expected = EXPECTED
+) -> str:
+    """Adopt what must not be adopted. Returns the reason; all is closed and taken out of the
+    store.
+    """
     removed: list[str] = []
     with caplog.at_level(logging.WARNING):
         assert adopt(stored, expected, removed.extend) == []
@@ -72,31 +88,47 @@ def test_complete_set_is_adopted_in_whatever_order_it_comes(checkpoint: Path) ->
     fds = {member.name.rpartition(".")[2]: member.fd.fileno() for member in stored}
     (generation,) = adopt(stored[::-1], EXPECTED, lambda names: pytest.fail(str(names)))
     assert (generation.cache, generation.number, generation.source) == ("tiny/target", 1, "adopted")
-    assert [fd.fileno() for fd in generation.fds] == [fds[place] for place in ["index", *map(str, range(12))]]
+    assert [fd.fileno() for fd in generation.fds] == [
+        fds[place] for place in ["index", *map(str, range(12))]
+    ]
     generation.retire()
 
 
-def test_set_without_a_segment_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_set_without_a_segment_is_dropped(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stored = Set(checkpoint).stored
     stored.pop().fd.close()
     assert dropped(stored, caplog) == "it is not complete: its index lists 2 segments, 1 are stored"
 
 
-def test_set_without_its_index_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_set_without_its_index_is_dropped(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stored = Set(checkpoint).stored
     stored.pop(0).fd.close()
     assert dropped(stored, caplog) == "it has 2 segments and no index"
 
 
 def test_set_of_another_boot_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert dropped(Set(checkpoint, boot_id="other").stored, caplog) == f"it is of boot other, this one is {BOOT}"
+    assert (
+        dropped(Set(checkpoint, boot_id="other").stored, caplog)
+        == f"it is of boot other, this one is {BOOT}"
+    )
 
 
-def test_set_of_another_device_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert dropped(Set(checkpoint, device="cpu1").stored, caplog) == "it is of device cpu1, this daemon serves cpu0"
+def test_set_of_another_device_is_dropped(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (
+        dropped(Set(checkpoint, device="cpu1").stored, caplog)
+        == "it is of device cpu1, this daemon serves cpu0"
+    )
 
 
-def test_set_made_under_another_driver_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_set_made_under_another_driver_is_dropped(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = EXPECTED._replace(driver="580.159")
     stored = Set(checkpoint, driver="570.1").stored
     assert dropped(stored, caplog, expected) == "it was made under driver 570.1, loaded is 580.159"
@@ -107,15 +139,21 @@ def test_unknown_driver_is_not_compared(checkpoint: Path) -> None:
     generation.retire()
 
 
-def test_index_of_another_format_version_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_index_of_another_format_version_is_dropped(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = Set(checkpoint)
     made.stored[0].fd.close()
     data = made.data[:4] + (99).to_bytes(2, "little") + made.data[6:]
     made.stored[0] = Stored(made.stored[0].name, sealed_memfd("index", data))
-    assert dropped(made.stored, caplog) == "tensor index has format version 99, this software reads 1"
+    assert (
+        dropped(made.stored, caplog) == "tensor index has format version 99, this software reads 1"
+    )
 
 
-def test_index_with_a_flipped_bit_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_index_with_a_flipped_bit_is_dropped(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = Set(checkpoint)
     made.stored[0].fd.close()
     data = made.data[:-1] + bytes([made.data[-1] ^ 1])
@@ -123,13 +161,17 @@ def test_index_with_a_flipped_bit_is_dropped(checkpoint: Path, caplog: pytest.Lo
     assert dropped(made.stored, caplog) == "tensor index: its digest does not match its content"
 
 
-def test_index_under_the_name_of_another_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_index_under_the_name_of_another_is_dropped(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = Set(checkpoint)
     stored = [Stored(member.name.replace(made.tag, "0" * 40), member.fd) for member in made.stored]
     assert dropped(stored, caplog) == f"its index has digest {made.tag}"
 
 
-def test_segment_of_another_size_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_segment_of_another_size_is_dropped(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = Set(checkpoint)
     made.stored[2].fd.close()
     made.stored[2] = Stored(made.stored[2].name, sealed_memfd("short", SEGMENT[:-1]))
@@ -140,13 +182,21 @@ def test_unsealed_index_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFi
     made = Set(checkpoint)
     made.stored[0].fd.close()
     made.stored[0] = Stored(made.stored[0].name, OwnedFd(os.memfd_create("unsealed")))
-    assert dropped(made.stored, caplog) == "its index: the descriptor is not a memfd sealed against change"
+    assert (
+        dropped(made.stored, caplog)
+        == "its index: the descriptor is not a memfd sealed against change"
+    )
 
 
-def test_doubled_name_makes_the_set_unusable(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_doubled_name_makes_the_set_unusable(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = Set(checkpoint)
     made.stored.append(Stored(made.stored[1].name, sealed_memfd("again", SEGMENT)))
-    assert dropped(made.stored, caplog) == "it is not complete: its index lists 2 segments, 3 are stored"
+    assert (
+        dropped(made.stored, caplog)
+        == "it is not complete: its index lists 2 segments, 3 are stored"
+    )
 
 
 def test_foreign_descriptor_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,7 +205,9 @@ def test_foreign_descriptor_is_dropped(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_of_two_generations_the_higher_is_kept(checkpoint: Path, caplog: pytest.LogCaptureFixture, order: int) -> None:
+def test_of_two_generations_the_higher_is_kept(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, order: int
+) -> None:
     old, new = Set(checkpoint, generation=3), Set(checkpoint, generation=4)
     removed: list[str] = []
     pair = [old, new][::order]
@@ -169,7 +221,9 @@ def test_of_two_generations_the_higher_is_kept(checkpoint: Path, caplog: pytest.
     generation.retire()
 
 
-def test_store_that_cannot_be_reached_is_only_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_store_that_cannot_be_reached_is_only_logged(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def unreachable(names: list[str]) -> None:
         raise StoreError("the service manager's socket @x: Connection refused")
 
@@ -207,6 +261,10 @@ def test_driver_of_host_memory_is_unknown() -> None:
 def test_driver_of_a_gpu_is_named_as_its_backend_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "kernel_driver_version", lambda: "580.159.03")
     uuid = "GPU-00000000-0000-0000-0000-000000000001"
-    assert current_driver(uuid) == CudaBackend.driver(object.__new__(CudaBackend)) == "nvidia 580.159.03"
+    assert (
+        current_driver(uuid)
+        == CudaBackend.driver(object.__new__(CudaBackend))
+        == "nvidia 580.159.03"
+    )
     monkeypatch.setattr(devices, "kernel_driver_version", lambda: "unknown")
     assert current_driver(uuid) is None

@@ -1,4 +1,6 @@
-"""Packets and descriptors: limits hold in both directions, and whatever a peer sends, no descriptor stays open."""
+"""Packets and descriptors: limits hold in both directions, and whatever a peer sends, no descriptor
+stays open.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ import pytest
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import OwnedFd, close_all, is_sealed, read_sealed, sealed_memfd
 from weightcached.wire import framing
-from weightcached.wire.framing import MAX_LARGE_BYTES, MAX_PACKET_BYTES, MAX_PACKET_FDS, recv_packet, send_packet
+from weightcached.wire.framing import (
+    MAX_LARGE_BYTES,
+    MAX_PACKET_BYTES,
+    MAX_PACKET_FDS,
+    recv_packet,
+    send_packet,
+)
 
 CUT_OFF = (
     "a packet was cut off: too many bytes or descriptors for this message, or more descriptors than this process may "
@@ -77,7 +85,9 @@ def test_data_arrives_whole(pair: Pair, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, MAX_PACKET_FDS])
-def test_descriptors_arrive_in_order_and_close_on_exec(pair: Pair, files: list[int], count: int) -> None:
+def test_descriptors_arrive_in_order_and_close_on_exec(
+    pair: Pair, files: list[int], count: int
+) -> None:
     send_packet(pair[0], b"x", files[:count])
     packet = recv_packet(pair[1], max_fds=count)
     inodes = [os.fstat(fd.fileno()).st_ino for fd in packet.fds]
@@ -92,11 +102,21 @@ def test_descriptors_arrive_in_order_and_close_on_exec(pair: Pair, files: list[i
     [
         (b"x", 251, "251 descriptors in one packet, at most 250 fit"),
         (b"", 0, "an empty packet cannot be told from the end of the connection"),
-        (b"x" * (MAX_LARGE_BYTES + 1), 0, "message of 16777217 bytes, at most 16777216 are allowed"),
-        (b"x" * (MAX_PACKET_BYTES + 1), 1, "a message larger than one packet cannot carry descriptors of its own"),
+        (
+            b"x" * (MAX_LARGE_BYTES + 1),
+            0,
+            "message of 16777217 bytes, at most 16777216 are allowed",
+        ),
+        (
+            b"x" * (MAX_PACKET_BYTES + 1),
+            1,
+            "a message larger than one packet cannot carry descriptors of its own",
+        ),
     ],
 )
-def test_sender_refuses_what_is_out_of_limits(pair: Pair, files: list[int], data: bytes, count: int, text: str) -> None:
+def test_sender_refuses_what_is_out_of_limits(
+    pair: Pair, files: list[int], data: bytes, count: int, text: str
+) -> None:
     with pytest.raises(ProtocolError, match=f"^{re.escape(text)}$"):
         send_packet(pair[0], data, files[:count])
     pair[1].setblocking(False)
@@ -143,9 +163,13 @@ def test_too_long_packet_is_refused_and_the_next_one_is_read(pair: Pair, files: 
 
 
 @pytest.mark.parametrize(("sent", "allowed"), [(1, 0), (2, 1), (4, 3), (251, 250)])
-def test_excess_of_descriptors_is_counted_and_closed(pair: Pair, files: list[int], sent: int, allowed: int) -> None:
+def test_excess_of_descriptors_is_counted_and_closed(
+    pair: Pair, files: list[int], sent: int, allowed: int
+) -> None:
     raw_send(pair[0], b"x", *files[:sent])
-    refused(pair[1], f"{sent} descriptors came with a message that may carry {allowed}", max_fds=allowed)
+    refused(
+        pair[1], f"{sent} descriptors came with a message that may carry {allowed}", max_fds=allowed
+    )
 
 
 @pytest.mark.parametrize(("sent", "allowed"), [(253, 0), (253, 100), (9, 1)])
@@ -163,7 +187,9 @@ def test_more_is_never_taken_than_the_kernels_limit(pair: Pair, files: list[int]
     refused(pair[1], CUT_OFF, max_fds=10_000)
 
 
-def test_lack_of_free_descriptors_is_named_and_what_came_is_closed(pair: Pair, files: list[int]) -> None:
+def test_lack_of_free_descriptors_is_named_and_what_came_is_closed(
+    pair: Pair, files: list[int]
+) -> None:
     send_packet(pair[0], b"x", files[:100])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The fixture's files are open, so this leaves room for about 30 of the 100.
@@ -193,7 +219,9 @@ def test_large_message_in_an_unsealed_memfd_is_refused(pair: Pair) -> None:
         refused(pair[1], "message in a memfd: the descriptor is not a memfd sealed against change")
 
 
-@pytest.mark.parametrize("left_out", [fcntl.F_SEAL_WRITE, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL])
+@pytest.mark.parametrize(
+    "left_out", [fcntl.F_SEAL_WRITE, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL]
+)
 def test_every_seal_is_required(left_out: int) -> None:
     every = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     with OwnedFd(os.memfd_create("m", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)) as fd:
@@ -204,7 +232,12 @@ def test_every_seal_is_required(left_out: int) -> None:
 def test_large_message_in_something_else_is_refused(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x")
     reader, writer = os.pipe()
-    descriptors = [os.open(tmp_path / "f", os.O_RDONLY), os.open("/dev/zero", os.O_RDONLY), reader, writer]
+    descriptors = [
+        os.open(tmp_path / "f", os.O_RDONLY),
+        os.open("/dev/zero", os.O_RDONLY),
+        reader,
+        writer,
+    ]
     descriptors.append(os.open(tmp_path / "f", os.O_PATH))
     for fd in descriptors:
         large(pair[0], fd)
@@ -213,7 +246,10 @@ def test_large_message_in_something_else_is_refused(pair: Pair, tmp_path: Path) 
 
 
 def test_large_message_open_for_writing_only_is_refused(pair: Pair) -> None:
-    with sealed_memfd("m", b"x") as fd, OwnedFd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_WRONLY)) as blind:
+    with (
+        sealed_memfd("m", b"x") as fd,
+        OwnedFd(os.open(f"/proc/self/fd/{fd.fileno()}", os.O_WRONLY)) as blind,
+    ):
         large(pair[0], blind.fileno())
         refused(pair[1], "message in a memfd: the descriptor is not open for reading")
 
@@ -224,10 +260,15 @@ def test_large_message_over_its_limit_is_refused_unread(pair: Pair) -> None:
         os.ftruncate(fd.fileno(), 1 << 40)
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, 0x000F)
         large(pair[0], fd.fileno())
-        refused(pair[1], "message in a memfd: the memfd holds 1099511627776 bytes, at most 16777216 are allowed")
+        refused(
+            pair[1],
+            "message in a memfd: the memfd holds 1099511627776 bytes, at most 16777216 are allowed",
+        )
 
 
-def test_large_message_with_two_descriptors_is_no_large_message(pair: Pair, files: list[int]) -> None:
+def test_large_message_with_two_descriptors_is_no_large_message(
+    pair: Pair, files: list[int]
+) -> None:
     large(pair[0], *files[:2])
     refused(pair[1], "2 descriptors came with a message that may carry 0")
 

@@ -1,4 +1,6 @@
-"""Ranks at their meeting place, over a real store: who comes late, who fails, who has another configuration."""
+"""Ranks at their meeting place, over a real store: who comes late, who fails, who has another
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def peers(rank: int, port: int, *, timeout_s: int = 20, nodes: int = 1, host: str = "127.0.0.1") -> Peers:
+def peers(
+    rank: int, port: int, *, timeout_s: int = 20, nodes: int = 1, host: str = "127.0.0.1"
+) -> Peers:
     """One of two ranks, on one node or each on its own."""
     engine: dict[str, Any] = {"model": "m", "tensor_parallel_size": 2}
     if nodes == 2:
@@ -34,7 +38,9 @@ def peers(rank: int, port: int, *, timeout_s: int = 20, nodes: int = 1, host: st
         device="cpu0", cache="m/target", role="target", generation=1, spec_digest="", engine=engine, rank=rank,
         boot_id="", socket_fd=0,
     )  # fmt: skip
-    return Peers(job, Meeting(host=host, port=port, timeout_s=timeout_s, devices=devices), lambda: None)
+    return Peers(
+        job, Meeting(host=host, port=port, timeout_s=timeout_s, devices=devices), lambda: None
+    )
 
 
 def both(act: Callable[[int], Any]) -> list[Any]:
@@ -61,7 +67,8 @@ def test_every_rank_hears_what_all_said(port: int) -> None:
 
     def meet(rank: int) -> Any:
         rank_of_world = peers(rank, port)
-        # Whoever serves the place stays until the other has read it all, as a loader that packs does.
+        # Whoever serves the place stays until the other has read it all, as a loader that packs
+        # does.
         kept.append(rank_of_world)
         return rank_of_world.meet("here", f"I am {rank}")
 
@@ -114,14 +121,19 @@ def test_place_is_open_on_its_address_alone(port: int) -> None:
 
 
 def test_nodes_that_disagree_are_both_refused_with_both_values(port: int) -> None:
-    values = [{"engine.dtype": "auto", "vLLM": "0.33.0"}, {"engine.dtype": "half", "vLLM": "0.33.0"}]
+    values = [
+        {"engine.dtype": "auto", "vLLM": "0.33.0"},
+        {"engine.dtype": "half", "vLLM": "0.33.0"},
+    ]
     errors = both(lambda rank: peers(rank, port, nodes=2).agree("configured", values[rank]))
     assert [type(error) for error in errors] == [ManifestError] * 2
     assert str(errors[0]) == (
         "m/target: the nodes disagree: on rank 1 (on another node) engine.dtype is half, on rank 0 (cpu0) auto: make "
         "their manifests and software equal, then 'weightcachectl reload' on each"
     )
-    assert "on rank 1 (cpu0) engine.dtype is half, on rank 0 (on another node) auto" in str(errors[1])
+    assert "on rank 1 (cpu0) engine.dtype is half, on rank 0 (on another node) auto" in str(
+        errors[1]
+    )
 
 
 def test_rank_that_fails_ends_the_wait_of_the_others(port: int) -> None:

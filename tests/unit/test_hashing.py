@@ -13,7 +13,9 @@ CPU = torch.device("cpu")
 
 
 def segment(nbytes: int) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes)
+    )
 
 
 def expected(data: torch.Tensor, spans: list[tuple[int, int]]) -> list[bytes]:

@@ -28,8 +28,14 @@ def write(path: Path, header: dict[str, Any] | bytes, data: bytes = b"") -> Path
     return path
 
 
-def tensor(begin: int, end: int, dtype: str = "U8", shape: list[Any] | None = None) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+def tensor(
+    begin: int, end: int, dtype: str = "U8", shape: list[Any] | None = None
+) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "shape": [end - begin] if shape is None else shape,
+        "data_offsets": [begin, end],
+    }
 
 
 def refusal(path: Path) -> str:
@@ -52,7 +58,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_tensors_of_all_files_are_counted(tmp_path: Path) -> None:
-    save_file({"a": np.zeros((3, 5), np.float32), "b": np.zeros(0, np.int8)}, tmp_path / "1.safetensors", {"k": "v"})
+    save_file(
+        {"a": np.zeros((3, 5), np.float32), "b": np.zeros(0, np.int8)},
+        tmp_path / "1.safetensors",
+        {"k": "v"},
+    )
     save_file({"c": np.zeros((), np.float16)}, tmp_path / "2.safetensors")
     assert check_headers(record_checkpoint(str(tmp_path))) == 60 + 2
 
@@ -63,7 +73,10 @@ def test_files_of_other_kinds_count_with_their_size(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError) as raised:
         check_headers(record_checkpoint(str(tmp_path)))
-    assert str(raised.value) == f"weight file {tmp_path}/pytorch_model.bin has 0 bytes: download it again"
+    assert (
+        str(raised.value)
+        == f"weight file {tmp_path}/pytorch_model.bin has 0 bytes: download it again"
+    )
 
 
 def test_sub_byte_types_take_whole_bytes(path: Path) -> None:
@@ -74,7 +87,10 @@ def test_sub_byte_types_take_whole_bytes(path: Path) -> None:
 @pytest.mark.parametrize("length", [0, 1, 7])
 def test_a_file_shorter_than_its_length_field_is_refused(path: Path, length: int) -> None:
     path.write_bytes(bytes(length))
-    assert refusal(path) == f" has {length} bytes: a safetensors file has at least 8; download it again"
+    assert (
+        refusal(path)
+        == f" has {length} bytes: a safetensors file has at least 8; download it again"
+    )
 
 
 @pytest.mark.parametrize("length", [100_000_001, 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
@@ -89,14 +105,19 @@ def test_a_huge_header_length_is_refused_without_allocating_it(path: Path, lengt
 
 def test_a_header_past_the_end_of_the_file_is_refused(path: Path) -> None:
     path.write_bytes((100).to_bytes(8, "little") + b"{}")
-    assert refusal(path) == ": its header says it has 100 bytes, but the file ends at 10; download it again"
+    assert (
+        refusal(path)
+        == ": its header says it has 100 bytes, but the file ends at 10; download it again"
+    )
 
 
 def test_a_file_that_was_replaced_by_garbage_is_called_changed_not_malformed(path: Path) -> None:
     save_file({"a": np.zeros(4, np.uint8)}, path)
     record = record_checkpoint(str(path.parent))
     path.write_bytes(b"garbage")
-    with pytest.raises(CheckpointError, match=rf"^weight file {path} changed since it was recorded: size was "):
+    with pytest.raises(
+        CheckpointError, match=rf"^weight file {path} changed since it was recorded: size was "
+    ):
         check_headers(record)
 
 
@@ -121,7 +142,9 @@ def test_what_is_no_json_object_is_refused(path: Path, raw: bytes, fault: str) -
 
 
 def test_deep_nesting_is_refused(path: Path) -> None:
-    assert refusal(write(path, b'{"a":' + b"[" * 1_000_000)).startswith(": its header is no safetensors header: ")
+    assert refusal(write(path, b'{"a":' + b"[" * 1_000_000)).startswith(
+        ": its header is no safetensors header: "
+    )
 
 
 U63 = (1 << 63) - 1
@@ -131,7 +154,10 @@ U63 = (1 << 63) - 1
     ("entry", "fault"),
     [
         (7, "is malformed: Expected `object`, got `int`"),
-        ({"dtype": "U8", "shape": [1]}, "is malformed: Object missing required field `data_offsets`"),
+        (
+            {"dtype": "U8", "shape": [1]},
+            "is malformed: Object missing required field `data_offsets`",
+        ),
         (tensor(0, 4, shape=["4"]), "is malformed: Expected `int`, got `str` - at `$.shape[0]`"),
         (
             {**tensor(0, 4), "data_offsets": [0]},
@@ -139,11 +165,17 @@ U63 = (1 << 63) - 1
         ),
         (tensor(0, 4, "Q7"), f"has dtype 'Q7': expected {', '.join(headers._BITS)}"),
         (tensor(0, 4, shape=[-4]), "has shape [-4]: expected lengths from 0 to 2^63 - 1"),
-        (tensor(0, 4, shape=[1 << 63]), f"has shape [{1 << 63}]: expected lengths from 0 to 2^63 - 1"),
+        (
+            tensor(0, 4, shape=[1 << 63]),
+            f"has shape [{1 << 63}]: expected lengths from 0 to 2^63 - 1",
+        ),
         (tensor(0, 4, shape=[1] * 65), "has 65 dimensions: expected at most 64"),
         (tensor(4, 0, shape=[4]), "has data_offsets [4, 0]: expected 0 <= begin <= end < 2^63"),
         (tensor(-4, 0), "has data_offsets [-4, 0]: expected 0 <= begin <= end < 2^63"),
-        (tensor(0, 1 << 64, shape=[4]), f"has data_offsets [0, {1 << 64}]: expected 0 <= begin <= end < 2^63"),
+        (
+            tensor(0, 1 << 64, shape=[4]),
+            f"has data_offsets [0, {1 << 64}]: expected 0 <= begin <= end < 2^63",
+        ),
         (
             tensor(0, 4, "F32", [2]),
             "of dtype F32 and shape [2] does not fit its data_offsets [0, 4], which give it 4 bytes",
@@ -173,7 +205,10 @@ def test_overlaps_gaps_and_rests_are_refused(path: Path) -> None:
         f": tensor 'b' overlaps the tensor before it: it begins at byte {start + 2}, expected {start + 4}"
     )
     start = write(path, {"a": tensor(0, 4), "b": tensor(5, 6)}, bytes(6)).stat().st_size - 6
-    assert refusal(path) == f": tensor 'b' leaves a gap before it: it begins at byte {start + 5}, expected {start + 4}"
+    assert (
+        refusal(path)
+        == f": tensor 'b' leaves a gap before it: it begins at byte {start + 5}, expected {start + 4}"
+    )
     size = write(path, {"a": tensor(0, 4)}, bytes(6)).stat().st_size
     assert refusal(path) == (
         f": its tensors end at byte {size - 2}, but the file at {size}: 2 bytes belong to none; download it again"
@@ -191,12 +226,19 @@ def test_more_tensors_than_the_limit_are_refused_before_they_take_memory(path: P
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     command = [sys.executable, "-c", code, str(path.parent)]
-    text, grown_kib = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    text, grown_kib = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert text == f"weight file {path}: its header describes more than 500000 tensors"
     assert int(grown_kib) * 1024 < 4 * path.stat().st_size
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4),
     cut=st.integers(0, 40),
@@ -204,7 +246,11 @@ def test_more_tensors_than_the_limit_are_refused_before_they_take_memory(path: P
 def test_what_we_accept_the_formats_own_library_accepts_too(
     path: Path, changes: list[tuple[int, int]], cut: int
 ) -> None:
-    save_file({"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.zeros(7, np.int16)}, path, {"format": "pt"})
+    save_file(
+        {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.zeros(7, np.int16)},
+        path,
+        {"format": "pt"},
+    )
     data = bytearray(path.read_bytes())
     for offset, value in changes:
         data[offset % len(data)] = value

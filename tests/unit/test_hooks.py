@@ -1,4 +1,6 @@
-"""Post-processing hooks by plan, with real vLLM layers and a quantization method that a plug-in registers."""
+"""Post-processing hooks by plan, with real vLLM layers and a quantization method that a plug-in
+registers.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,24 @@ PLUG_IN = "tests.fakes.plug_in"
 NOT_OFFERED = "rerun: not offered"
 NO_ITEM = f"{NOT_OFFERED}; replay: RuntimeError: Tensor.item() cannot be called on meta tensors"
 WRITES = "rerun: SharedWriteError: the operator aten.copy_.default writes into a tensor that engines share"
-SUITED = {"qkv_proj": "Turning", "o_proj": "Measuring", "gate_up_proj": "InPlace", "down_proj": "Turning"}
+SUITED = {
+    "qkv_proj": "Turning",
+    "o_proj": "Measuring",
+    "gate_up_proj": "InPlace",
+    "down_proj": "Turning",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm() -> Iterator[None]:
-    # What vLLM warns of while it is imported and configured is not this file's, nor is what it puts into the
-    # environment: its LD_PRELOAD of torch's libraries would be in every process that later tests start.
-    with warnings.catch_warnings(), mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
+    # What vLLM warns of while it is imported and configured is not this file's, nor is what it puts
+    # into the environment: its LD_PRELOAD of torch's libraries would be in every process that later
+    # tests start.
+    with (
+        warnings.catch_warnings(),
+        mock.patch.dict(os.environ),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         warnings.simplefilter("ignore")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
         # As vLLM's CPU worker has it: there is no accelerator.
@@ -91,7 +103,14 @@ def configured(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
 def llama(configured: Callable[..., Any]) -> Any:
     return configured(
         llama_config(
-            hidden=256, intermediate=512, layers=2, heads=8, kv_heads=4, vocab=512, dtype="bfloat16", tied=False
+            hidden=256,
+            intermediate=512,
+            layers=2,
+            heads=8,
+            kv_heads=4,
+            vocab=512,
+            dtype="bfloat16",
+            tied=False,
         )
     )
 
@@ -116,7 +135,9 @@ def load(llama: Any) -> Iterator[Load]:
 
         config.quant_config.methods = methods
         with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
-            model = rank.load_for_stage(config, config.model_config, "processed", lambda nbytes: None)
+            model = rank.load_for_stage(
+                config, config.model_config, "processed", lambda nbytes: None
+            )
         post = PostProcessing(config.model_config, CPU, stage="processed")
         outputs = outputs_of(model)
         made.append(Packed.of_loaded(model, build))
@@ -159,10 +180,25 @@ def plan_of(index: TensorIndex, module: str) -> tuple[str, str, list[str], str]:
 def test_each_hook_gets_the_first_plan_that_passes(proven: TensorIndex) -> None:
     layer = "model.layers.1"
     assert plan_of(proven, "lm_head") == ("rerun", f"{PLUG_IN}.Embedding", [], "")
-    assert plan_of(proven, f"{layer}.self_attn.qkv_proj") == ("replay", f"{PLUG_IN}.Turning", [], NOT_OFFERED)
-    assert plan_of(proven, f"{layer}.mlp.gate_up_proj") == ("replay", f"{PLUG_IN}.InPlace", [], WRITES)
+    assert plan_of(proven, f"{layer}.self_attn.qkv_proj") == (
+        "replay",
+        f"{PLUG_IN}.Turning",
+        [],
+        NOT_OFFERED,
+    )
+    assert plan_of(proven, f"{layer}.mlp.gate_up_proj") == (
+        "replay",
+        f"{PLUG_IN}.InPlace",
+        [],
+        WRITES,
+    )
     o_proj = f"{layer}.self_attn.o_proj"
-    assert plan_of(proven, o_proj) == ("restore", f"{PLUG_IN}.Measuring", [f"{o_proj}.largest"], NO_ITEM)
+    assert plan_of(proven, o_proj) == (
+        "restore",
+        f"{PLUG_IN}.Measuring",
+        [f"{o_proj}.largest"],
+        NO_ITEM,
+    )
 
 
 def test_hooks_of_attention_layers_have_plans_too(proven: TensorIndex) -> None:
@@ -194,7 +230,11 @@ def test_engine_runs_the_hooks_to_replay_and_no_others(
 
         monkeypatch.setattr(cls, "process_weights_after_loading", noting)
     suited.attach(proven)
-    assert ran == [("Turning", True), ("InPlace", True), ("Turning", True)] * 2 + [("Embedding", False)] * 2
+    assert (
+        ran
+        == [("Turning", True), ("InPlace", True), ("Turning", True)] * 2
+        + [("Embedding", False)] * 2
+    )
 
 
 def test_methods_are_as_they_were_afterwards(suited: Model, proven: TensorIndex) -> None:
@@ -209,9 +249,18 @@ def test_methods_are_as_they_were_afterwards(suited: Model, proven: TensorIndex)
 # ---- what an engine shares
 
 
-def test_absorption_of_mla_writes_into_nothing_that_is_shared(configured: Callable[..., Any], load: Load) -> None:
+def test_absorption_of_mla_writes_into_nothing_that_is_shared(
+    configured: Callable[..., Any], load: Load
+) -> None:
     """The hook of the attention layer copies into its results where they are there already."""
-    shape = {"hidden": 128, "intermediate": 256, "layers": 2, "heads": 4, "kv_heads": 4, "vocab": 512}
+    shape = {
+        "hidden": 128,
+        "intermediate": 256,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 4,
+        "vocab": 512,
+    }
     config = llama_config(**shape, dtype="bfloat16", tied=False) | {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 2,
         "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
@@ -226,15 +275,23 @@ def test_absorption_of_mla_writes_into_nothing_that_is_shared(configured: Callab
     assert plan_of(index, attention) == ("replay", mla, [], WRITES)
     attached = model.attach(index)
     layer = attached.get_submodule(attention)
-    shared = {index.storages[record.storage or 0].segment for record in index.tensors if "W_U" in record.names[0]}
+    shared = {
+        index.storages[record.storage or 0].segment
+        for record in index.tensors
+        if "W_U" in record.names[0]
+    }
     assert [index.segments[number].private for number in shared] == [False]
     weight = attached.model.layers[1].self_attn.kv_b_proj.weight
     # By head: the rows of the keys, then those of the values.
     assert torch.equal(layer.W_UV, weight.view(4, 64 + 64, 64)[:, 64:].transpose(1, 2))
-    assert model.packed.but(index=index).prove(model.hooks, index.modules) == index, "the bytes are as they were"
+    assert model.packed.but(index=index).prove(model.hooks, index.modules) == index, (
+        "the bytes are as they were"
+    )
 
 
-def test_model_of_an_isolated_build_is_freed_though_it_would_be_compiled(llama: Any, load: Load) -> None:
+def test_model_of_an_isolated_build_is_freed_though_it_would_be_compiled(
+    llama: Any, load: Load
+) -> None:
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(llama), engine.isolated_build(llama, keep=False):
@@ -271,12 +328,19 @@ def test_value_that_a_replayed_hook_leaves_otherwise_is_restored(load: Load) -> 
     model = load(down_proj="Counting")
     index = model.prove()
     where = "model.layers.1.mlp.down_proj"
-    assert plan_of(index, where) == ("replay", f"{PLUG_IN}.Counting", [f"{where}.counted"], NOT_OFFERED)
+    assert plan_of(index, where) == (
+        "replay",
+        f"{PLUG_IN}.Counting",
+        [f"{where}.counted"],
+        NOT_OFFERED,
+    )
     counted = [layer.mlp.down_proj.counted for layer in model.attach(index).model.layers]
     assert all(0 < n <= 256 * 512 for n in counted)
 
 
-def test_engine_without_a_plan_for_a_hook_does_not_attach(suited: Model, proven: TensorIndex) -> None:
+def test_engine_without_a_plan_for_a_hook_does_not_attach(
+    suited: Model, proven: TensorIndex
+) -> None:
     without = [plan for plan in proven.modules if plan.module != "model.layers.1.self_attn.attn"]
     with pytest.raises(UnsupportedQuantForIPCError) as e:
         suited.attach(msgspec.structs.replace(proven, modules=without))
@@ -288,7 +352,9 @@ def test_engine_without_a_plan_for_a_hook_does_not_attach(suited: Model, proven:
 
 def test_engine_whose_hook_fails_does_not_attach(suited: Model, proven: TensorIndex) -> None:
     other = [
-        msgspec.structs.replace(plan, plan="replay", values={}) if plan.method.endswith("Measuring") else plan
+        msgspec.structs.replace(plan, plan="replay", values={})
+        if plan.method.endswith("Measuring")
+        else plan
         for plan in proven.modules
     ]
     with pytest.raises(HooksFailedError) as e:
@@ -314,20 +380,28 @@ LAYERS = {
 @pytest.mark.parametrize("plan", LAYERS)
 def test_missing_attribute_is_caught(suited: Model, plan: str) -> None:
     module, leaf = LAYERS[plan]
-    left = [record for record in suited.packed.index.tensors if record.names[0] != f"{module}.{leaf}"]
+    left = [
+        record for record in suited.packed.index.tensors if record.names[0] != f"{module}.{leaf}"
+    ]
     assert len(left) == len(suited.packed.index.tensors) - 1
-    with pytest.raises(UnsupportedQuantForIPCError, match="^" + f"{module}.{leaf}: missing".replace(".", r"\.")) as e:
+    with pytest.raises(
+        UnsupportedQuantForIPCError, match="^" + f"{module}.{leaf}: missing".replace(".", r"\.")
+    ) as e:
         suited.prove(tensors=left)
     assert str(e.value).endswith(REFUSED)
 
 
 @pytest.mark.parametrize("plan", LAYERS)
 def test_broken_alias_is_caught(suited: Model, plan: str) -> None:
-    """The two names of one tensor become two tensors; where it has one, it becomes one with another tensor."""
+    """The two names of one tensor become two tensors; where it has one, it becomes one with another
+    tensor.
+    """
     module, leaf = LAYERS[plan]
     records = list(suited.packed.index.tensors)
     (at,) = [n for n, record in enumerate(records) if f"{module}.{leaf}" in record.names]
-    records[at] = msgspec.structs.replace(records[at], names=[*records[at].names, f"{module}.again"])
+    records[at] = msgspec.structs.replace(
+        records[at], names=[*records[at].names, f"{module}.again"]
+    )
     with pytest.raises(UnsupportedQuantForIPCError) as e:
         suited.prove(tensors=records)
     assert str(e.value).startswith(f"{module}.again: not in the loaded model")
@@ -338,7 +412,9 @@ def test_broken_alias_of_what_a_replayed_hook_made_is_caught(suited: Model) -> N
     records = list(suited.packed.index.tensors)
     (at,) = [n for n, record in enumerate(records) if f"{module}.weight" in record.names]
     assert records[at].names == [f"{module}.weight", f"{module}.kernel.weight"]
-    records[at : at + 1] = [msgspec.structs.replace(records[at], names=[name]) for name in records[at].names]
+    records[at : at + 1] = [
+        msgspec.structs.replace(records[at], names=[name]) for name in records[at].names
+    ]
     with pytest.raises(UnsupportedQuantForIPCError) as e:
         suited.prove(tensors=records)
     assert str(e.value).startswith(
@@ -393,7 +469,9 @@ def test_hook_runs_again_only_by_its_plan(kind: type[Method], plan: Any, times: 
     method, layer = kind(), nn.Module()
     before = dict(vars(method))
     failures: list[HookFailure] = []
-    with hooks.by_plan([(hooks.Hook("layer", method, layer, supports_rerun=False), plan)], failures):
+    with hooks.by_plan(
+        [(hooks.Hook("layer", method, layer, supports_rerun=False), plan)], failures
+    ):
         as_vllm_does(method, layer)
     assert (method.ran, failures) == (times, [])
     assert vars(method) == before | {"ran": times}
@@ -459,22 +537,34 @@ def test_online_fp8_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     method = object.__new__(Fp8PerTensorOnlineLinearMethod)
     vars(method).update(fp8_linear=Kernel(), use_marlin=False, requantization_source=None)
     layer: Any = nn.Module()
-    layer.weight = nn.Parameter(torch.empty(64, 32, device="meta", dtype=torch.bfloat16), requires_grad=False)
+    layer.weight = nn.Parameter(
+        torch.empty(64, 32, device="meta", dtype=torch.bfloat16), requires_grad=False
+    )
     layer.tp_size = 1
     with torch.library._scoped_library("weightcached_hooks", "DEF") as library:
         library.define("quantize(Tensor(a!) out, Tensor x, Tensor scale) -> ()")
         hook_on_meta(method, layer)
-    assert (layer.weight.dtype, layer.weight.shape, layer.weight.stride()) == (torch.float8_e4m3fn, (32, 64), (1, 32))
+    assert (layer.weight.dtype, layer.weight.shape, layer.weight.stride()) == (
+        torch.float8_e4m3fn,
+        (32, 64),
+        (1, 32),
+    )
     assert (layer.weight_scale.is_meta, layer.input_scale, layer.seen) == (True, None, (32, 64))
 
 
-def test_marlin_is_replayed_with_the_fakes_of_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marlin_is_replayed_with_the_fakes_of_its_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
-    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import (
+        MPLinearLayerConfig,
+    )
     from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
     from vllm.scalar_type import scalar_types
 
-    monkeypatch.setattr(MarlinLinearKernel, "can_implement", classmethod(lambda cls, config: (True, None)))
+    monkeypatch.setattr(
+        MarlinLinearKernel, "can_implement", classmethod(lambda cls, config: (True, None))
+    )
     config = MPLinearLayerConfig(
         full_weight_shape=(256, 128), partition_weight_shape=(256, 128), weight_type=scalar_types.uint4b8,
         act_type=torch.bfloat16, group_size=128, zero_points=False,
@@ -497,9 +587,13 @@ def test_marlin_is_replayed_with_the_fakes_of_its_operators(monkeypatch: pytest.
     )  # fmt: skip
     with torch.library._scoped_library("_C", "FRAGMENT") as library:
         if not hasattr(torch.ops._C, "gptq_marlin_repack"):
-            library.define("gptq_marlin_repack(Tensor q, SymInt k, SymInt n, int bits, bool is_a_8bit) -> Tensor")
+            library.define(
+                "gptq_marlin_repack(Tensor q, SymInt k, SymInt n, int bits, bool is_a_8bit) -> Tensor"
+            )
             torch.library.register_fake(
-                "_C::gptq_marlin_repack", lambda q, k, n, *rest: q.new_empty(k // 16, n * 16 // 8), lib=library
+                "_C::gptq_marlin_repack",
+                lambda q, k, n, *rest: q.new_empty(k // 16, n * 16 // 8),
+                lib=library,
             )
         hook_on_meta(kernel, layer)
     assert layer.qweight.shape == (16, 256)

@@ -92,7 +92,11 @@ _opened: list[str] | None = None
 
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
     if event == "open" and _opened is not None:
-        _opened.append(os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes) else str(arguments[0]))
+        _opened.append(
+            os.fsdecode(arguments[0])
+            if isinstance(arguments[0], str | bytes)
+            else str(arguments[0])
+        )
 
 
 sys.addaudithook(_audit)
@@ -142,7 +146,9 @@ def test_a_directory_of_symlinks_names_the_same_files(checkpoint: Path, tmp_path
     assert identity.decide(record(checkpoint), record(linked)) == Equal("files")
 
 
-def test_hard_links_made_before_recording_name_the_same_files(checkpoint: Path, tmp_path: Path) -> None:
+def test_hard_links_made_before_recording_name_the_same_files(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     linked = tmp_path / "linked"
     linked.mkdir()
     for path in checkpoint.iterdir():
@@ -150,7 +156,9 @@ def test_hard_links_made_before_recording_name_the_same_files(checkpoint: Path, 
     assert identity.decide(record(checkpoint), record(linked)) == Equal("files")
 
 
-def test_a_hard_link_made_after_recording_leaves_the_decision_to_the_values(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_hard_link_made_after_recording_leaves_the_decision_to_the_values(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     cached = identity.with_full(identity.with_sample(record(checkpoint)))
     os.link(checkpoint / "model-00001-of-00002.safetensors", tmp_path / "link")
     assert climb(cached, record(checkpoint)) == (
@@ -185,11 +193,16 @@ def test_two_hundred_shards_are_recorded_and_compared_within_20_ms(tmp_path: Pat
 # ---- copies, and what is not a copy
 
 
-def test_a_copy_elsewhere_is_equal_after_one_digest_that_is_then_cached(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_copy_elsewhere_is_equal_after_one_digest_that_is_then_cached(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
     cached = identity.with_sample(record(checkpoint))
     asked = record(tmp_path / "copy")
-    assert climb(cached, asked) == (Equal("full"), [Need("sample", ("asked",)), Need("full", ("cached", "asked"))])
+    assert climb(cached, asked) == (
+        Equal("full"),
+        [Need("sample", ("asked",)), Need("full", ("cached", "asked"))],
+    )
 
     before = bytes_read()
     with opened_files() as opened:
@@ -214,9 +227,16 @@ def test_shards_read_in_another_order_are_not_equal(checkpoint: Path, tmp_path: 
     assert isinstance(climb(record(checkpoint), record(tmp_path / "swapped"))[0], Different)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(shard=st.integers(0, 1), position=st.floats(0, 1, exclude_max=True))
-def test_one_byte_changed_anywhere_is_different(checkpoint: Path, shard: int, position: float) -> None:
+def test_one_byte_changed_anywhere_is_different(
+    checkpoint: Path, shard: int, position: float
+) -> None:
     changed = checkpoint.parent / "changed"
     shutil.rmtree(changed, ignore_errors=True)
     shutil.copytree(checkpoint, changed)
@@ -226,7 +246,9 @@ def test_one_byte_changed_anywhere_is_different(checkpoint: Path, shard: int, po
     assert isinstance(climb(record(checkpoint), record(changed))[0], Different)
 
 
-def test_a_changed_value_inside_the_sample_is_found_without_the_full_digest(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_changed_value_inside_the_sample_is_found_without_the_full_digest(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     shutil.copytree(checkpoint, tmp_path / "changed")
     path = tmp_path / "changed/model-00002-of-00002.safetensors"
     flip(path, path.stat().st_size - 1)
@@ -289,7 +311,9 @@ def test_a_replacement_in_place_with_restored_times_is_different(checkpoint: Pat
     flip(path, before.st_size - SAMPLED_BYTES - 1)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     asked = record(checkpoint)
-    assert [(f.inode, f.size, f.mtime_ns) for f in asked.files] == [(f.inode, f.size, f.mtime_ns) for f in cached.files]
+    assert [(f.inode, f.size, f.mtime_ns) for f in asked.files] == [
+        (f.inode, f.size, f.mtime_ns) for f in cached.files
+    ]
     assert identity.changed_files(cached) == [path.name]
     decision, needs = climb(cached, asked)
     assert isinstance(decision, Different)
@@ -327,14 +351,19 @@ def test_a_missing_file_counts_as_changed(checkpoint: Path) -> None:
     assert identity.changed_files(cached) == [path.name]
     with pytest.raises(CheckpointError) as raised:
         identity.with_full(cached)
-    assert str(raised.value) == f"weight file {path} is gone since it was recorded: No such file or directory"
+    assert (
+        str(raised.value)
+        == f"weight file {path} is gone since it was recorded: No such file or directory"
+    )
 
 
 # ---- rung 2: Hub blobs
 
 
 def hub_snapshot(cache: Path, commit: str, blobs: dict[str, str]) -> Path:
-    """A snapshot whose file names link to blobs of the given sha256 names; the blobs hold their own name."""
+    """A snapshot whose file names link to blobs of the given sha256 names; the blobs hold their own
+    name.
+    """
     repo = cache / "models--org--name"
     snapshot = repo / "snapshots" / commit
     for directory in (repo / "refs", repo / "blobs", snapshot):
@@ -348,7 +377,10 @@ def hub_snapshot(cache: Path, commit: str, blobs: dict[str, str]) -> Path:
 
 
 def test_the_same_hub_blobs_in_two_caches_are_equal_without_reading(tmp_path: Path) -> None:
-    records = [record(hub_snapshot(tmp_path / c, "c0", {"model.safetensors": SHA_A})) for c in ("one", "two")]
+    records = [
+        record(hub_snapshot(tmp_path / c, "c0", {"model.safetensors": SHA_A}))
+        for c in ("one", "two")
+    ]
     assert [r.files[0].blob for r in records] == [SHA_A, SHA_A]
     assert identity.decide(*records) == Equal("blobs")
 
@@ -383,20 +415,26 @@ def test_blobs_on_one_side_only_decide_nothing(tmp_path: Path) -> None:
     snapshot = hub_snapshot(tmp_path / "hub", "c0", {"model.safetensors": SHA_A})
     (tmp_path / "copy").mkdir()
     shutil.copy(snapshot / "model.safetensors", tmp_path / "copy/model.safetensors")
-    assert identity.decide(record(snapshot), record(tmp_path / "copy")) == Need("sample", ("cached", "asked"))
+    assert identity.decide(record(snapshot), record(tmp_path / "copy")) == Need(
+        "sample", ("cached", "asked")
+    )
 
 
 # ---- decide(), without files
 
 
 def made(*stats: int, **digests: str) -> CheckpointIdentity:
-    return CheckpointIdentity(root="/m", files=[FileRecord(f"{s}.bin", 1, s, 8, 0, 0) for s in stats], **digests)
+    return CheckpointIdentity(
+        root="/m", files=[FileRecord(f"{s}.bin", 1, s, 8, 0, 0) for s in stats], **digests
+    )
 
 
 def test_an_empty_list_of_files_equals_nothing() -> None:
     empty = made(sample="5a", full="f0")
     for cached, asked in ((empty, empty), (empty, made(1)), (made(1), empty)):
-        assert identity.decide(cached, asked) == Different("a checkpoint without weight files equals no other")
+        assert identity.decide(cached, asked) == Different(
+            "a checkpoint without weight files equals no other"
+        )
 
 
 def test_differing_digests_count_before_equal_status() -> None:
@@ -449,13 +487,19 @@ def test_the_child_says_in_one_line_why_it_failed(checkpoint: Path) -> None:
     done = run_child(msgspec.json.encode(asked), "full")
     assert (done.returncode, done.stdout) == (1, b"")
     path = checkpoint / "model-00001-of-00002.safetensors"
-    assert done.stderr.decode() == f"weight file {path} is gone since it was recorded: No such file or directory\n"
+    assert (
+        done.stderr.decode()
+        == f"weight file {path} is gone since it was recorded: No such file or directory\n"
+    )
 
 
 def test_the_child_refuses_what_is_no_identity() -> None:
     done = run_child(b'{"root": 7}', "full")
     assert (done.returncode, done.stdout) == (1, b"")
-    assert done.stderr == b"the identity on standard input does not decode: Expected `str`, got `int` - at `$.root`\n"
+    assert (
+        done.stderr
+        == b"the identity on standard input does not decode: Expected `str`, got `int` - at `$.root`\n"
+    )
     usage = run_child(b"")
     assert (usage.returncode, usage.stderr) == (
         2,
@@ -478,6 +522,16 @@ def test_the_child_runs_at_the_lowest_priority(checkpoint: Path) -> None:
 
 def test_importing_identity_brings_no_heavy_module() -> None:
     code = "import sys, weightcached.checkpoint.identity; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert {"weightcached.checkpoint.identity"} <= set(loaded)
-    assert not {"torch", "vllm", "numpy", "safetensors", "hashlib", "concurrent.futures", "asyncio"} & set(loaded)
+    assert not {
+        "torch",
+        "vllm",
+        "numpy",
+        "safetensors",
+        "hashlib",
+        "concurrent.futures",
+        "asyncio",
+    } & set(loaded)

@@ -1,4 +1,6 @@
-"""The tensor index: what goes in comes out, and from any bytes comes an index or IndexFormatError, nothing else."""
+"""The tensor index: what goes in comes out, and from any bytes comes an index or IndexFormatError,
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,44 @@ HEADER_NBYTES = 38
 
 
 def tensor(*names: str, **changed: Any) -> TensorRecord:
-    fields: dict[str, Any] = {"kind": "parameter", "dtype": "float32", "shape": [4, 2], "stride": [2, 1], "storage": 0}
+    fields: dict[str, Any] = {
+        "kind": "parameter",
+        "dtype": "float32",
+        "shape": [4, 2],
+        "stride": [2, 1],
+        "storage": 0,
+    }
     return TensorRecord(names=list(names), **(fields | changed))
 
 
 FULL = an_index(
     [
         tensor("a.weight", "b.weight", param_class="vllm.x.P"),
-        tensor("scalar", shape=[], stride=[], storage=1, storage_offset=3, kind="buffer", persistent=False),
+        tensor(
+            "scalar",
+            shape=[],
+            stride=[],
+            storage=1,
+            storage_offset=3,
+            kind="buffer",
+            persistent=False,
+        ),
         tensor("nothing", shape=[0], stride=[1], storage=None, kind="attribute", on_host=True),
         tensor("held['it\\'s']", shape=[3], stride=[0]),
     ],
     segments=[SegmentRecord(1 << 30, private=False), SegmentRecord(4096, private=True)],
-    storages=[StorageRecord(0, 512, 1 << 20, b"0123456789abcdef"), StorageRecord(1, 0, 4096, bytes(16))],
-    modules=[ModulePlan(module="a", plan="restore", method="Fp8", values={"a.x": encode_value((1, {"é": 2.5}))})],
-    load=LoadReport(seconds=1.5, finished_at=2.5, phases={"weights": 1.0}, peak_bytes=5, checkpoint_bytes=7),
+    storages=[
+        StorageRecord(0, 512, 1 << 20, b"0123456789abcdef"),
+        StorageRecord(1, 0, 4096, bytes(16)),
+    ],
+    modules=[
+        ModulePlan(
+            module="a", plan="restore", method="Fp8", values={"a.x": encode_value((1, {"é": 2.5}))}
+        )
+    ],
+    load=LoadReport(
+        seconds=1.5, finished_at=2.5, phases={"weights": 1.0}, peak_bytes=5, checkpoint_bytes=7
+    ),
 )
 
 
@@ -110,7 +135,10 @@ def test_index_shorter_than_its_header_is_refused(nbytes: int) -> None:
 
 
 def test_something_else_is_refused() -> None:
-    assert error(signed(b"", magic=b"\x7fELF")) == "tensor index begins with b'\\x7fELF', expected b'WCIX'"
+    assert (
+        error(signed(b"", magic=b"\x7fELF"))
+        == "tensor index begins with b'\\x7fELF', expected b'WCIX'"
+    )
 
 
 @pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, 65535])
@@ -137,12 +165,24 @@ def test_cut_index_is_noticed() -> None:
     ("payload", "text"),
     [
         (b"", "tensor index does not decode: Input data was truncated"),
-        (b"\xc1", "tensor index does not decode: MessagePack data is malformed: invalid opcode '\\xc1' (byte 0)"),
+        (
+            b"\xc1",
+            "tensor index does not decode: MessagePack data is malformed: invalid opcode '\\xc1' (byte 0)",
+        ),
         (b"\x01", "tensor index does not decode: Expected `object`, got `int`"),
         (b"\x80", "tensor index does not decode: Object missing required field `software`"),
-        (msgspec.msgpack.encode(FULL) + b"\0", "tensor index does not decode: MessagePack data is malformed: trailing"),
-        (b"\x91" * 100_000 + b"\x01", "tensor index does not decode: Expected `object`, got `array`"),
-        (b"\x81\xa1x" + b"\x91" * 100_000 + b"\x01", "tensor index does not decode: maximum recursion depth exceeded"),
+        (
+            msgspec.msgpack.encode(FULL) + b"\0",
+            "tensor index does not decode: MessagePack data is malformed: trailing",
+        ),
+        (
+            b"\x91" * 100_000 + b"\x01",
+            "tensor index does not decode: Expected `object`, got `array`",
+        ),
+        (
+            b"\x81\xa1x" + b"\x91" * 100_000 + b"\x01",
+            "tensor index does not decode: maximum recursion depth exceeded",
+        ),
     ],
     ids=["empty", "opcode", "int", "no-fields", "trailing", "deep", "deep-unknown-field"],
 )
@@ -162,8 +202,16 @@ def test_payload_that_is_no_index_is_refused(payload: bytes, text: str) -> None:
         (["tensors", 0, "names"], [], "Expected `array` of length >= 1 - at `$.tensors[0].names`"),
         (["tensors", 0, "kind"], "module", "Invalid enum value 'module' - at `$.tensors[0].kind`"),
         (["tensors", 0, "shape"], [-1, 1], "Expected `int` >= 0 - at `$.tensors[0].shape[0]`"),
-        (["tensors", 0, "storage"], "x", "Expected `int | null`, got `str` - at `$.tensors[0].storage`"),
-        (["tensors", 1, "storage_offset"], -1, "Expected `int` >= 0 - at `$.tensors[1].storage_offset`"),
+        (
+            ["tensors", 0, "storage"],
+            "x",
+            "Expected `int | null`, got `str` - at `$.tensors[0].storage`",
+        ),
+        (
+            ["tensors", 1, "storage_offset"],
+            -1,
+            "Expected `int` >= 0 - at `$.tensors[1].storage_offset`",
+        ),
         (["modules", 0, "plan"], "exec", "Invalid enum value 'exec' - at `$.modules[0].plan`"),
         (["key"], {}, "Object missing required field `checkpoint` - at `$.key`"),
         (["load", "seconds"], "x", "Expected `float`, got `str` - at `$.load.seconds`"),
@@ -183,10 +231,22 @@ def test_wrong_field_is_named(path: list[Any], value: Any, text: str) -> None:
     ("storage", "text"),
     [
         (StorageRecord(1, 0, 1, bytes(16)), "storage 1 is in segment 1 of 1"),
-        (StorageRecord(0, 0, 4097, bytes(16)), "storage 1 ends at 4097, outside or unaligned in its segment"),
-        (StorageRecord(0, 4096, 1, bytes(16)), "storage 1 ends at 4097, outside or unaligned in its segment"),
-        (StorageRecord(0, 100, 1, bytes(16)), "storage 1 ends at 101, outside or unaligned in its segment"),
-        (StorageRecord(0, 511, 1, bytes(16)), "storage 1 ends at 512, outside or unaligned in its segment"),
+        (
+            StorageRecord(0, 0, 4097, bytes(16)),
+            "storage 1 ends at 4097, outside or unaligned in its segment",
+        ),
+        (
+            StorageRecord(0, 4096, 1, bytes(16)),
+            "storage 1 ends at 4097, outside or unaligned in its segment",
+        ),
+        (
+            StorageRecord(0, 100, 1, bytes(16)),
+            "storage 1 ends at 101, outside or unaligned in its segment",
+        ),
+        (
+            StorageRecord(0, 511, 1, bytes(16)),
+            "storage 1 ends at 512, outside or unaligned in its segment",
+        ),
         (
             StorageRecord(0, (1 << 64) - 512, 512, bytes(16)),
             "storage 1 ends at 18446744073709551616, outside or unaligned in its segment",
@@ -239,7 +299,14 @@ def test_any_bytes_are_refused(data: bytes) -> None:
     assert outcome(signed(data)) is None
 
 
-@given(st.dictionaries(st.integers(0, HEADER_NBYTES + len(PAYLOAD) - 1), st.integers(1, 255), min_size=1, max_size=3))
+@given(
+    st.dictionaries(
+        st.integers(0, HEADER_NBYTES + len(PAYLOAD) - 1),
+        st.integers(1, 255),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_bytes_changed_in_transit_are_noticed(changes: dict[int, int]) -> None:
     data = bytearray(encode(FULL))
     for at, mask in changes.items():
@@ -271,11 +338,15 @@ FIELD_VALUES = st.one_of(
 
 
 @given(st.data())
-def test_fields_changed_by_who_signs_them_give_a_checked_index_or_the_one_error(data: st.DataObject) -> None:
+def test_fields_changed_by_who_signs_them_give_a_checked_index_or_the_one_error(
+    data: st.DataObject,
+) -> None:
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(FULL))
     owner = fields
     while True:
-        key = data.draw(st.sampled_from(sorted(owner) if isinstance(owner, dict) else range(len(owner))))
+        key = data.draw(
+            st.sampled_from(sorted(owner) if isinstance(owner, dict) else range(len(owner)))
+        )
         if not isinstance(owner[key], dict | list) or not owner[key] or data.draw(st.booleans()):
             break
         owner = owner[key]

@@ -1,4 +1,6 @@
-"""install and uninstall: what is written, that nothing of the operator's is lost, and what is said."""
+"""install and uninstall: what is written, that nothing of the operator's is lost, and what is
+said.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 from click.testing import CliRunner
 
 from weightcached.cli.weightcachectl import main
-from weightcached.system.units import InstallError, Outcome, install, is_unmodified, source, uninstall
+from weightcached.system.units import (
+    InstallError,
+    Outcome,
+    install,
+    is_unmodified,
+    source,
+    uninstall,
+)
 
 UNIT = "systemd/user/weightcached@.service"
 EXPORTER = "systemd/user/weightcached-exporter.service"
@@ -82,7 +91,9 @@ def test_install_from_another_environment_updates_the_services_only(
     assert exec_lines(config)[0] == f"ExecStart={other}/weightcached serve %i"
 
 
-def test_edited_files_are_kept_by_install_and_uninstall(config: Path, commands: Path, tmp_path: Path) -> None:
+def test_edited_files_are_kept_by_install_and_uninstall(
+    config: Path, commands: Path, tmp_path: Path
+) -> None:
     install(bin_dir=commands)
     for name in (UNIT, MANIFEST):
         with (config / name).open("a") as file:
@@ -95,7 +106,12 @@ def test_edited_files_are_kept_by_install_and_uninstall(config: Path, commands: 
         TARGET: "unchanged",
         MANIFEST: "kept",
     }
-    assert actions(uninstall(), config) == {UNIT: "kept", EXPORTER: "removed", TARGET: "removed", MANIFEST: "kept"}
+    assert actions(uninstall(), config) == {
+        UNIT: "kept",
+        EXPORTER: "removed",
+        TARGET: "removed",
+        MANIFEST: "kept",
+    }
     assert {name: (config / name).read_bytes() for name in (UNIT, MANIFEST)} == kept
 
 
@@ -106,7 +122,9 @@ def test_manifest_that_was_there_before_is_kept(config: Path, commands: Path) ->
     assert (config / MANIFEST).read_text() == "version: 1\n"
 
 
-def test_older_versions_example_is_never_overwritten_but_removed(config: Path, commands: Path) -> None:
+def test_older_versions_example_is_never_overwritten_but_removed(
+    config: Path, commands: Path
+) -> None:
     text = "version: 1  # an older example\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
     old = f"# Written by 'weightcachectl install', unchanged while sha256 is {digest}\n"
@@ -124,7 +142,12 @@ def test_uninstall_removes_what_install_wrote(config: Path, commands: Path) -> N
         TARGET: "removed",
         MANIFEST: "removed",
     }
-    assert actions(uninstall(), config) == {UNIT: "absent", EXPORTER: "absent", TARGET: "absent", MANIFEST: "absent"}
+    assert actions(uninstall(), config) == {
+        UNIT: "absent",
+        EXPORTER: "absent",
+        TARGET: "absent",
+        MANIFEST: "absent",
+    }
 
 
 def test_uninstall_removes_what_enabled_the_units(config: Path, commands: Path) -> None:
@@ -141,7 +164,10 @@ def test_uninstall_removes_what_enabled_the_units(config: Path, commands: Path) 
         MANIFEST: "removed",
         "systemd/user/weightcached.target.wants/weightcached@cpu0.service": "removed",
     }
-    assert sorted(path.name for path in wants.iterdir()) == ["weightcached-file.service", "weightcached-other.service"]
+    assert sorted(path.name for path in wants.iterdir()) == [
+        "weightcached-file.service",
+        "weightcached-other.service",
+    ]
 
 
 def test_units_that_are_kept_stay_enabled(config: Path, commands: Path) -> None:
@@ -171,7 +197,9 @@ def test_modification_is_seen_wherever_it_is(config: Path, commands: Path) -> No
         ("with space", '"DIR/with space/weightcached"'),
     ],
 )
-def test_odd_paths_are_quoted_for_systemd(config: Path, tmp_path: Path, folder: str, written: str) -> None:
+def test_odd_paths_are_quoted_for_systemd(
+    config: Path, tmp_path: Path, folder: str, written: str
+) -> None:
     install(bin_dir=make_bin(tmp_path / folder))
     assert exec_lines(config)[0] == f"ExecStart={written.replace('DIR', str(tmp_path))} serve %i"
 
@@ -211,7 +239,9 @@ def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A systemctl that logs its arguments and answers with the status in `status`."""
     folder = tmp_path / "path"
     folder.mkdir()
-    (folder / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {folder}/log\nexit $(cat {folder}/status)\n')
+    (folder / "systemctl").write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/log\nexit $(cat {folder}/status)\n'
+    )
     (folder / "systemctl").chmod(0o755)
     (folder / "status").write_text("1")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -258,7 +288,9 @@ def test_install_says_nothing_of_the_manager_where_it_answers(
     assert "manager" not in CliRunner().invoke(main, ["install"]).stdout
 
 
-def test_failed_install_exits_1(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_install_exits_1(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     result = CliRunner().invoke(main, ["install"])
     assert (result.exit_code, result.stdout) == (1, "")

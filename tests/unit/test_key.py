@@ -1,4 +1,6 @@
-"""WeightCacheKey: every field counts, differences are named with both values, the digest is stable."""
+"""WeightCacheKey: every field counts, differences are named with both values, the digest is
+stable.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,33 @@ def another_value(field: str) -> Any:
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_counts(field: str) -> None:
     changed = key(**{field: another_value(field)})
-    name, was, now = (f"{field}.x", ABSENT, "1") if field in DICTIONARIES else (field, str(getattr(key(), field)), None)
+    name, was, now = (
+        (f"{field}.x", ABSENT, "1")
+        if field in DICTIONARIES
+        else (field, str(getattr(key(), field)), None)
+    )
     assert key().mismatched_fields(changed) == [(name, was, now or str(another_value(field)))]
     assert changed.mismatched_fields(key()) == [(name, now or str(another_value(field)), was)]
     assert changed.digest() != key().digest()
 
 
 def test_equal_keys_differ_in_nothing() -> None:
-    assert key(versions={"a": "1", "b": "2"}).mismatched_fields(key(versions={"b": "2", "a": "1"})) == []
+    assert (
+        key(versions={"a": "1", "b": "2"}).mismatched_fields(key(versions={"b": "2", "a": "1"}))
+        == []
+    )
 
 
 def test_all_differences_are_named_in_field_order() -> None:
-    ours = key(dtype="torch.bfloat16", tp_size=2, versions={"torch": "2.11", "vllm": "0.33", "cuda": "13"})
-    theirs = key(dtype="torch.float16", tp_size=4, versions={"torch": "2.12", "vllm": "0.33"}, code_revision="abc")
+    ours = key(
+        dtype="torch.bfloat16", tp_size=2, versions={"torch": "2.11", "vllm": "0.33", "cuda": "13"}
+    )
+    theirs = key(
+        dtype="torch.float16",
+        tp_size=4,
+        versions={"torch": "2.12", "vllm": "0.33"},
+        code_revision="abc",
+    )
     assert ours.mismatched_fields(theirs) == [
         ("dtype", "torch.bfloat16", "torch.float16"),
         ("tp_size", "2", "4"),
@@ -60,7 +76,9 @@ def test_checkpoint_is_not_compared_here() -> None:
 
 
 def test_digest_does_not_depend_on_the_order_of_mappings() -> None:
-    assert key(versions={"a": "1", "b": "2"}).digest() == key(versions={"b": "2", "a": "1"}).digest()
+    assert (
+        key(versions={"a": "1", "b": "2"}).digest() == key(versions={"b": "2", "a": "1"}).digest()
+    )
 
 
 def test_digest_is_the_same_in_another_process() -> None:
@@ -68,7 +86,9 @@ def test_digest_is_the_same_in_another_process() -> None:
         "from weightcached.index.key import *; from weightcached.checkpoint.identity import CheckpointIdentity as C; "
         "print(WeightCacheKey(checkpoint=C(root='/models/a'), versions={'a': '1', 'b': '2'}).digest())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == key(versions={"b": "2", "a": "1"}).digest()
 
 

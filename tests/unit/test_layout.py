@@ -1,4 +1,6 @@
-"""Where storages go: in order, aligned, never across segments, the small and mutable ones together at the end."""
+"""Where storages go: in order, aligned, never across segments, the small and mutable ones together
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,24 @@ PAGE = 4096
 
 
 def plan(*nbytes: int, segment_nbytes: int = MIB, granularity: int = PAGE) -> Layout:
-    return plan_segments([StorageSpec(n) for n in nbytes], granularity=granularity, segment_nbytes=segment_nbytes)
+    return plan_segments(
+        [StorageSpec(n) for n in nbytes], granularity=granularity, segment_nbytes=segment_nbytes
+    )
 
 
 SPECS = st.lists(
-    st.builds(StorageSpec, st.integers(1, 3 * MIB) | st.integers(1, 2 * SMALL_NBYTES), st.booleans()), max_size=40
+    st.builds(
+        StorageSpec, st.integers(1, 3 * MIB) | st.integers(1, 2 * SMALL_NBYTES), st.booleans()
+    ),
+    max_size=40,
 )
 GRANULARITIES = st.sampled_from([512, PAGE, 64 * 1024, 512 * 1024])
 
 
 @given(SPECS, GRANULARITIES)
-def test_storages_are_apart_and_inside_their_segments(specs: list[StorageSpec], granularity: int) -> None:
+def test_storages_are_apart_and_inside_their_segments(
+    specs: list[StorageSpec], granularity: int
+) -> None:
     layout = plan_segments(specs, granularity=granularity, segment_nbytes=MIB)
     ends = [0] * len(layout.segments)
     for spec, place in zip(specs, layout.placements, strict=True):
@@ -46,7 +55,9 @@ def test_storages_are_apart_and_inside_their_segments(specs: list[StorageSpec], 
 
 
 @given(SPECS, GRANULARITIES)
-def test_shared_storages_keep_their_order_across_segments(specs: list[StorageSpec], granularity: int) -> None:
+def test_shared_storages_keep_their_order_across_segments(
+    specs: list[StorageSpec], granularity: int
+) -> None:
     layout = plan_segments(specs, granularity=granularity, segment_nbytes=MIB)
     shared = [place for place in layout.placements if not layout.segments[place.segment].private]
     assert shared == sorted(shared)
@@ -59,7 +70,9 @@ def test_sizes_are_multiples_and_waste_less_than_one_granule_and_alignment(
     layout = plan_segments(specs, granularity=granularity, segment_nbytes=MIB)
     assert all(segment.nbytes % granularity == 0 for segment in layout.segments)
     for number, segment in enumerate(layout.segments):
-        held = [s.nbytes for s, p in zip(specs, layout.placements, strict=True) if p.segment == number]
+        held = [
+            s.nbytes for s, p in zip(specs, layout.placements, strict=True) if p.segment == number
+        ]
         assert held
         assert segment.nbytes < sum(align_up(n, ALIGN_BYTES) for n in held) + granularity
         # A segment above the usual size holds one storage alone.
@@ -67,12 +80,18 @@ def test_sizes_are_multiples_and_waste_less_than_one_granule_and_alignment(
 
 
 @given(SPECS)
-def test_private_segment_is_last_and_holds_exactly_the_small_and_mutable(specs: list[StorageSpec]) -> None:
+def test_private_segment_is_last_and_holds_exactly_the_small_and_mutable(
+    specs: list[StorageSpec],
+) -> None:
     layout = plan_segments(specs, granularity=PAGE, segment_nbytes=MIB)
-    assert [segment.private for segment in layout.segments] == sorted(segment.private for segment in layout.segments)
+    assert [segment.private for segment in layout.segments] == sorted(
+        segment.private for segment in layout.segments
+    )
     assert sum(segment.private for segment in layout.segments) <= 1
     for spec, place in zip(specs, layout.placements, strict=True):
-        assert layout.segments[place.segment].private == (spec.mutable or spec.nbytes < SMALL_NBYTES)
+        assert layout.segments[place.segment].private == (
+            spec.mutable or spec.nbytes < SMALL_NBYTES
+        )
 
 
 def test_nothing_is_no_segment() -> None:
@@ -80,7 +99,9 @@ def test_nothing_is_no_segment() -> None:
 
 
 def test_storage_of_a_segments_size_fills_it() -> None:
-    assert plan(MIB, MIB) == Layout([SegmentPlan(MIB, False)] * 2, [Placement(0, 0), Placement(1, 0)])
+    assert plan(MIB, MIB) == Layout(
+        [SegmentPlan(MIB, False)] * 2, [Placement(0, 0), Placement(1, 0)]
+    )
 
 
 def test_larger_storage_has_a_segment_of_its_own() -> None:
@@ -96,7 +117,11 @@ def test_border_between_small_and_shared(nbytes: int, private: bool) -> None:
 
 def test_segments_are_a_gibibyte_by_default() -> None:
     layout = plan_segments([StorageSpec(1 << 29)] * 5, granularity=2 * MIB)
-    assert [segment.nbytes for segment in layout.segments] == [SEGMENT_NBYTES, SEGMENT_NBYTES, 1 << 29]
+    assert [segment.nbytes for segment in layout.segments] == [
+        SEGMENT_NBYTES,
+        SEGMENT_NBYTES,
+        1 << 29,
+    ]
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
@@ -106,11 +131,16 @@ def test_storage_without_content_is_refused(nbytes: int) -> None:
     assert str(e.value) == f"storage 1 has {nbytes} bytes: only storages with content are placed"
 
 
-@pytest.mark.parametrize(("segment_nbytes", "granularity"), [(MIB + 1, PAGE), (MIB, 1000), (MIB, 256)])
+@pytest.mark.parametrize(
+    ("segment_nbytes", "granularity"), [(MIB + 1, PAGE), (MIB, 1000), (MIB, 256)]
+)
 def test_sizes_that_do_not_fit_are_refused(segment_nbytes: int, granularity: int) -> None:
     with pytest.raises(LayoutError) as e:
         plan(MIB, segment_nbytes=segment_nbytes, granularity=granularity)
-    assert str(e.value) == f"segments of {segment_nbytes} bytes do not fit granularity {granularity}, align 512"
+    assert (
+        str(e.value)
+        == f"segments of {segment_nbytes} bytes do not fit granularity {granularity}, align 512"
+    )
 
 
 @given(st.integers(0, 1 << 62), st.sampled_from([1, 512, PAGE, 3]))

@@ -1,4 +1,6 @@
-"""The manifest: what is accepted, and that each fault is one error with file, line, key and the way out."""
+"""The manifest: what is accepted, and that each fault is one error with file, line, key and the way
+out.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_models_are_found_by_device_in_order_with_their_rank(write: Any) -> None
     pair, every, single = manifest.models
     assert [pair.rank_of("cpu1"), pair.rank_of("cpu0")] == [0, 1]
     assert [every.rank_of("cpu0"), every.rank_of(GPU_A)] == [0, 0]
-    with pytest.raises(DeviceError, match=re.escape("model 'single' is not on cpu0: its devices are cpu1")):
+    with pytest.raises(
+        DeviceError, match=re.escape("model 'single' is not on cpu0: its devices are cpu1")
+    ):
         single.rank_of("cpu0")
 
 
@@ -124,7 +128,11 @@ def test_ranks_count_tensor_pipeline_and_data_parallelism(write: Any) -> None:
 
 def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else() -> None:
     def digest(device: str = "cpu0", **changed: Any) -> str:
-        fields: dict[str, Any] = {"name": "a", "devices": ["cpu0", "cpu1"], "engine": {"model": "m", "dtype": "auto"}}
+        fields: dict[str, Any] = {
+            "name": "a",
+            "devices": ["cpu0", "cpu1"],
+            "engine": {"model": "m", "dtype": "auto"},
+        }
         return ModelSpec(**(fields | changed)).digest(device)
 
     assert re.fullmatch("[0-9a-f]{64}", digest())
@@ -159,7 +167,10 @@ DEVICE_HINT = (
 )
 FAULTS = {
     "empty": ("", "M: the file holds no value: expected the keys version and models"),
-    "only_comments": ("# nothing\n", "M: the file holds no value: expected the keys version and models"),
+    "only_comments": (
+        "# nothing\n",
+        "M: the file holds no value: expected the keys version and models",
+    ),
     "not_utf8": (b"version: 1\nmodels: \xff\n", "M:2: not UTF-8: byte 0xff"),
     "control_character": (
         "version: 1\nmodels: \x01\n",
@@ -196,20 +207,35 @@ FAULTS = {
         "M:3: version: the key stands here twice, first on line 1: remove one",
     ),
     "models_missing": ("version: 1\n", "M:1: the key models is missing: expected a list of models"),
-    "models_empty": ("version: 1\nmodels: []\n", "M:2: models: the list is empty: expected at least one model"),
+    "models_empty": (
+        "version: 1\nmodels: []\n",
+        "M:2: models: the list is empty: expected at least one model",
+    ),
     "models_null": ("version: 1\nmodels:\n", "M:2: models: expected a list, got nothing"),
-    "models_mapping": ("version: 1\nmodels: {a: 1}\n", "M:2: models: expected a list, got a mapping"),
+    "models_mapping": (
+        "version: 1\nmodels: {a: 1}\n",
+        "M:2: models: expected a list, got a mapping",
+    ),
     "model_string": (one("  - llama\n"), "M:3: models[0]: expected a mapping, got 'llama'"),
     "unknown_key": (
         model("    devises: [cpu1]\n"),
         f"M:6: models[0].devises: unknown key (did you mean 'devices'?); {KNOWN}",
     ),
     "misplaced_key": (model("    zzz: 1\n"), f"M:6: models[0].zzz: unknown key; {KNOWN}"),
-    "integer_key": (model("    1: 1\n"), "M:6: models[0]: expected a string as key, got the integer 1: quote it"),
-    "merge_key": (model("    <<: {}\n"), "M:6: models[0]: merge keys (<<) are not supported: write the keys out"),
+    "integer_key": (
+        model("    1: 1\n"),
+        "M:6: models[0]: expected a string as key, got the integer 1: quote it",
+    ),
+    "merge_key": (
+        model("    <<: {}\n"),
+        "M:6: models[0]: merge keys (<<) are not supported: write the keys out",
+    ),
     "name_missing": (one("  - devices: [cpu0]\n"), "M:3: models[0]: the key name is missing"),
     "devices_missing": (one("  - name: a\n"), "M:3: models[0]: the key devices is missing"),
-    "engine_missing": (one("  - name: a\n    devices: [cpu0]\n"), "M:3: models[0]: the key engine is missing"),
+    "engine_missing": (
+        one("  - name: a\n    devices: [cpu0]\n"),
+        "M:3: models[0]: the key engine is missing",
+    ),
     "name_integer": (
         one("  - {name: 8, devices: [cpu0], engine: {model: CKPT}}\n"),
         "M:3: models[0].name: expected a string, got the integer 8: quote it",
@@ -237,7 +263,10 @@ FAULTS = {
         model(devices="[0]"),
         "M:4: models[0].devices[0]: expected a string, got the integer 0: quote it",
     ),
-    "device_malformed": (model(devices="[cpu00]"), f"M:4: models[0].devices[0]: device 'cpu00' is none: {DEVICE_HINT}"),
+    "device_malformed": (
+        model(devices="[cpu00]"),
+        f"M:4: models[0].devices[0]: device 'cpu00' is none: {DEVICE_HINT}",
+    ),
     "device_twice": (
         model(devices="[cpu0, cpu0]", engine="{model: CKPT, tensor_parallel_size: 2}"),
         "M:4: models[0].devices[1]: cpu0 is used twice in this model, first as rank 0",
@@ -255,7 +284,10 @@ FAULTS = {
         "M:4: models[0].devices: 2 devices are listed, one rank needs 1" + DEVICES,
     ),
     "devices_too_few": (
-        model(devices="[cpu0, cpu1]", engine="{model: CKPT, tensor_parallel_size: 2, pipeline_parallel_size: 2}"),
+        model(
+            devices="[cpu0, cpu1]",
+            engine="{model: CKPT, tensor_parallel_size: 2, pipeline_parallel_size: 2}",
+        ),
         "M:4: models[0].devices: 2 devices are listed, tensor_parallel_size 2 × pipeline_parallel_size 2 needs 4"
         + DEVICES,
     ),
@@ -268,7 +300,10 @@ FAULTS = {
         model(devices="[cpu0, all]", engine="{model: CKPT, tensor_parallel_size: 2}"),
         "M:4: models[0].devices[1]: all must stand alone",
     ),
-    "engine_list": (model(engine="[model]"), "M:5: models[0].engine: expected a mapping, got a list"),
+    "engine_list": (
+        model(engine="[model]"),
+        "M:5: models[0].engine: expected a mapping, got a list",
+    ),
     "engine_model_missing": (
         model(engine="{}"),
         "M:5: models[0].engine: the key model is missing: expected a Hub id or the absolute path of a checkpoint",
@@ -277,7 +312,10 @@ FAULTS = {
         model(engine="{model: ''}"),
         "M:5: models[0].engine.model: expected a string that is not empty, got ''",
     ),
-    "engine_model_null": (model(engine="{model: }"), "M:5: models[0].engine.model: expected a string, got nothing"),
+    "engine_model_null": (
+        model(engine="{model: }"),
+        "M:5: models[0].engine.model: expected a string, got nothing",
+    ),
     "engine_model_home": (
         model(engine="{model: ~/m}"),
         "M:5: models[0].engine.model: expected a Hub id or an absolute path, got '~/m': "
@@ -436,7 +474,8 @@ FAULTS = {
     ),
     "rendezvous_draft_engine_port": (
         model(
-            "    rendezvous: {group: h:29600, draft_port: 29601}\n", engine=WITH_DRAFT[:-1] + ", master_port: 29601}"
+            "    rendezvous: {group: h:29600, draft_port: 29601}\n",
+            engine=WITH_DRAFT[:-1] + ", master_port: 29601}",
         ),
         "M:6: models[0].rendezvous.draft_port: 29601 is the engine's master_port: the engine starts while loaders may "
         "meet, choose another",
@@ -491,12 +530,17 @@ def test_fault_is_one_error_with_line_and_key(name: str, write: Any) -> None:
 
 def test_missing_file_and_directory_are_named(tmp_path: Path) -> None:
     assert fault(tmp_path / "none.yaml") == "M: cannot be read: No such file or directory"
-    with pytest.raises(ManifestError, match=f"^{re.escape(str(tmp_path))}: cannot be read: Is a directory$"):
+    with pytest.raises(
+        ManifestError, match=f"^{re.escape(str(tmp_path))}: cannot be read: Is a directory$"
+    ):
         load_manifest(tmp_path)
 
 
 def test_file_of_over_a_mebibyte_is_refused(write: Any) -> None:
-    assert fault(write("#" * (1024 * 1024 + 1))) == "M: larger than 1048576 bytes, which no manifest is"
+    assert (
+        fault(write("#" * (1024 * 1024 + 1)))
+        == "M: larger than 1048576 bytes, which no manifest is"
+    )
 
 
 def test_byte_order_mark_is_accepted(write: Any) -> None:
@@ -513,7 +557,9 @@ def test_alias_is_followed(write: Any) -> None:
 def test_alias_bomb_is_refused_and_not_expanded(write: Any) -> None:
     levels = "".join(f"      l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 9))
     text = model(engine=f"\n      model: CKPT\n      l0: &l0 [x, x, x, x, x, x, x, x, x]\n{levels}")
-    assert "more than 100000 values, aliases counted each time: no manifest is so large" in fault(write(text))
+    assert "more than 100000 values, aliases counted each time: no manifest is so large" in fault(
+        write(text)
+    )
 
 
 def test_value_that_contains_itself_is_refused(write: Any) -> None:

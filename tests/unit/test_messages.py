@@ -1,4 +1,6 @@
-"""Messages: every one survives the wire, and nothing a peer sends gets past the decoder but as ProtocolError."""
+"""Messages: every one survives the wire, and nothing a peer sends gets past the decoder but as
+ProtocolError.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,14 @@ REQUESTS: list[Message] = [
 REPLIES: list[Message] = [
     Welcome(protocol=1, device="cpu0", pid=1),
     Refused(code="protocol", message="no"),
-    Ready(cache="a/target", generation=1, nbytes=2, segment_nbytes=[1, 1], index_digest="ff", descriptors=3),
+    Ready(
+        cache="a/target",
+        generation=1,
+        nbytes=2,
+        segment_nbytes=[1, 1],
+        index_digest="ff",
+        descriptors=3,
+    ),
     Descriptors(first=250),
     Loading(cache="a/target", phase="p", done_bytes=1, total_bytes=2, eta_s=1.5),
     Mismatch(cache="a/target", fields=[FieldMismatch("dtype", "a", "b")]),
@@ -92,7 +101,15 @@ REPLIES: list[Message] = [
     Rejoined(),
     Progress(cache="a/target", phase="p"),
     ReloadReply(outcomes=[CacheOutcome(cache="a/target", outcome="failed", error="e")]),
-    StatusReply(device="cpu0", pid=1, state="ready", since=1.5, caches=[CACHE], manifest="m", manifest_error="e"),
+    StatusReply(
+        device="cpu0",
+        pid=1,
+        state="ready",
+        since=1.5,
+        caches=[CACHE],
+        manifest="m",
+        manifest_error="e",
+    ),
 ]
 LOADER: list[Message] = [
     LoaderProgress(phase="p", done_bytes=1, total_bytes=2),
@@ -147,7 +164,10 @@ def test_unknown_field_is_ignored() -> None:
         (b"", "Input data was truncated"),
         (b"\xc1", "MessagePack data is malformed: invalid opcode '\\xc1' (byte 0)"),
         (encode(Status())[:-1], "Input data was truncated"),
-        (encode(Status()) + b"\x00", "MessagePack data is malformed: trailing characters (byte 13)"),
+        (
+            encode(Status()) + b"\x00",
+            "MessagePack data is malformed: trailing characters (byte 13)",
+        ),
         (b"\x90", "Expected `object`, got `array`"),
         (b"\x80", "Object missing required field `type`"),
         (packed("Welcome", protocol=1, device="d", pid=1), "Invalid value 'Welcome' - at `$.type`"),
@@ -155,11 +175,17 @@ def test_unknown_field_is_ignored() -> None:
         (packed("Hello"), "Object missing required field `protocol`"),
         (packed("Hello", protocol="1"), "Expected `int`, got `str` - at `$.protocol`"),
         (packed("Hello", protocol=1, purpose="spy"), "Invalid enum value 'spy' - at `$.purpose`"),
-        (packed("Hello", protocol=1, software="x" * 20_001), "Expected `str` of length <= 20000 - at `$.software`"),
+        (
+            packed("Hello", protocol=1, software="x" * 20_001),
+            "Expected `str` of length <= 20000 - at `$.software`",
+        ),
         (packed("Drop", cache=""), "Expected `str` of length >= 1 - at `$.cache`"),
         (packed("Drop", cache="x" * 301), "Expected `str` of length <= 300 - at `$.cache`"),
         (packed("Drop", cache="a", force=1), "Expected `bool`, got `int` - at `$.force`"),
-        (packed("Rejoin", cache="a", generation=-1, index_digest="f"), "Expected `int` >= 0 - at `$.generation`"),
+        (
+            packed("Rejoin", cache="a", generation=-1, index_digest="f"),
+            "Expected `int` >= 0 - at `$.generation`",
+        ),
         (packed("Reload", caches=["a", 1]), "Expected `str`, got `int` - at `$.caches[1]`"),
         (packed("Attach", key={}), "Object missing required field `checkpoint` - at `$.key`"),
         (packed("Drop", cache="a")[:-1] + b"\xff", "Invalid UTF-8 encoded string"),
@@ -185,11 +211,16 @@ def test_wrong_message_is_named(data: bytes, text: str) -> None:
 def test_long_list_of_files_is_refused() -> None:
     record = ["a", 1, 2, 3, 4, 5]
     text = refused(packed("Memory", key={"checkpoint": {"root": "/", "files": [record] * 4097}}))
-    assert text == "message does not decode: Expected `array` of length <= 4096 - at `$.key.checkpoint.files`"
+    assert (
+        text
+        == "message does not decode: Expected `array` of length <= 4096 - at `$.key.checkpoint.files`"
+    )
 
 
 def test_announced_sizes_allocate_nothing() -> None:
-    """Headers that promise 4 GiB, decoded by a process that may have 1 GiB more than it starts with."""
+    """Headers that promise 4 GiB, decoded by a process that may have 1 GiB more than it starts
+    with.
+    """
     code = (
         "import resource, sys\n"
         "from weightcached.wire import messages as m\n"
@@ -219,7 +250,9 @@ def test_random_bytes_are_only_ever_a_protocol_error(data: bytes) -> None:
 @seed(20260801)
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.sampled_from([*REQUESTS, *REPLIES, *LOADER]), st.integers(0, 10_000), st.integers(0, 255))
-def test_message_with_one_byte_changed_is_read_or_a_protocol_error(message: Message, at: int, byte: int) -> None:
+def test_message_with_one_byte_changed_is_read_or_a_protocol_error(
+    message: Message, at: int, byte: int
+) -> None:
     data = bytearray(encode(message))
     data[at % len(data)] = byte
     for decode in DECODERS:

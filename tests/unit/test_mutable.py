@@ -1,4 +1,6 @@
-"""What an engine copies, and why: the rule, every row of the table of exceptions, and what an index says of itself."""
+"""What an engine copies, and why: the rule, every row of the table of exceptions, and what an index
+says of itself.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ def test_what_is_inside_of_a_weight_is_shared(name: str) -> None:
 
 
 def test_scratch_inside_of_a_weight_is_private() -> None:
-    assert why_written(["mlp.experts.w13_weight.storage.workspace"], ["attribute"]) == "workspace of a kernel"
+    assert (
+        why_written(["mlp.experts.w13_weight.storage.workspace"], ["attribute"])
+        == "workspace of a kernel"
+    )
     assert why_written(["model.weight_net.hidden.states.kept"], ["buffer"]) == NOT_A_PARAMETER
 
 
@@ -103,7 +108,9 @@ def test_every_exception_is_seen_in_these_tests(row: object) -> None:
 
 def test_index_says_why_each_private_storage_is() -> None:
     def record(name: str, kind: str, storage: int) -> TensorRecord:
-        return TensorRecord(names=[name], kind=kind, dtype="float32", shape=[1], stride=[1], storage=storage)  # type: ignore[arg-type]
+        return TensorRecord(
+            names=[name], kind=kind, dtype="float32", shape=[1], stride=[1], storage=storage
+        )  # type: ignore[arg-type]
 
     tensors = [
         record("weight", "parameter", 0),
@@ -115,4 +122,9 @@ def test_index_says_why_each_private_storage_is() -> None:
     ]
     sizes = [SMALL_NBYTES, 4, 4, 4, SMALL_NBYTES]
     storages = [StorageRecord(0, 0, nbytes, bytes(16)) for nbytes in sizes]
-    assert reasons(tensors, storages) == {1: SMALL, 2: SMALL, 3: "workspace of a kernel", 4: NOT_A_PARAMETER}
+    assert reasons(tensors, storages) == {
+        1: SMALL,
+        2: SMALL,
+        3: "workspace of a kernel",
+        4: NOT_A_PARAMETER,
+    }

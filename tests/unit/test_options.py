@@ -1,4 +1,6 @@
-"""The loader's options: what vLLM documents is accepted, everything else is refused with the whole message."""
+"""The loader's options: what vLLM documents is accepted, everything else is refused with the whole
+message.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ WHERE = "model_loader_extra_config of load format ipc_cache"
 def test_defaults_map_and_fall_back(nothing: dict[str, Any] | None) -> None:
     options = parse_options(nothing, "ipc_cache")
     assert options == LoaderOptions()
-    assert (options.mode, options.fallback, options.role, options.directory()) == ("zero_copy", True, "target", None)
+    assert (options.mode, options.fallback, options.role, options.directory()) == (
+        "zero_copy",
+        True,
+        "target",
+        None,
+    )
     assert (options.connect_timeout_s, options.state_timeout_s) == (5.0, 300.0)
 
 
@@ -50,13 +57,25 @@ def test_values_from_a_command_line_are_converted() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"socket": "/x"}, f"{WHERE}: unknown key 'socket'; did you mean 'socket_dir'? known keys: {KNOWN}"),
-        ({"falback": 1}, f"{WHERE}: unknown key 'falback'; did you mean 'fallback'? known keys: {KNOWN}"),
+        (
+            {"socket": "/x"},
+            f"{WHERE}: unknown key 'socket'; did you mean 'socket_dir'? known keys: {KNOWN}",
+        ),
+        (
+            {"falback": 1},
+            f"{WHERE}: unknown key 'falback'; did you mean 'fallback'? known keys: {KNOWN}",
+        ),
         ({"zzz": 1}, f"{WHERE}: unknown key 'zzz'; known keys: {KNOWN}"),
         ({"mode": "share"}, f"{WHERE}: Invalid enum value 'share' - at `$.mode`"),
         ({"fallback": "maybe"}, f"{WHERE}: Expected `bool`, got `str` - at `$.fallback`"),
-        ({"connect_timeout_s": "soon"}, f"{WHERE}: Expected `float`, got `str` - at `$.connect_timeout_s`"),
-        ({"fallback_extra_config": []}, f"{WHERE}: Expected `object`, got `array` - at `$.fallback_extra_config`"),
+        (
+            {"connect_timeout_s": "soon"},
+            f"{WHERE}: Expected `float`, got `str` - at `$.connect_timeout_s`",
+        ),
+        (
+            {"fallback_extra_config": []},
+            f"{WHERE}: Expected `object`, got `array` - at `$.fallback_extra_config`",
+        ),
         (
             {"socket_path": "/x", "socket_dir": "/y"},
             "model_loader_extra_config: socket_path and socket_dir exclude each other; leave one out",
@@ -91,7 +110,10 @@ def test_wrong_option_is_refused(given: dict[str, Any], text: str) -> None:
 
 
 def test_message_names_the_load_format_that_was_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"^model_loader_extra_config of load format weightcached: unknown key 'x';"):
+    with pytest.raises(
+        ValueError,
+        match=r"^model_loader_extra_config of load format weightcached: unknown key 'x';",
+    ):
         parse_options({"x": 1}, "weightcached")
 
 

@@ -40,7 +40,9 @@ def make_socket(path: Path) -> None:
         sock.bind(str(path))
 
 
-@pytest.mark.parametrize("device", [f"GPU-{UUID}", f"MIG-{UUID}", "cpu0", "cpu7", "cpu10", "cpu999"])
+@pytest.mark.parametrize(
+    "device", [f"GPU-{UUID}", f"MIG-{UUID}", "cpu0", "cpu7", "cpu10", "cpu999"]
+)
 def test_device_names_are_accepted(device: str) -> None:
     assert paths.check_device(device) == device
     assert paths.is_host_device(device) == device.startswith("cpu")
@@ -68,10 +70,15 @@ def test_runtime_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert paths.lock_path("cpu0", Path("/elsewhere")) == Path("/elsewhere/cpu0.lock")
 
 
-def test_systemctl_is_sent_where_our_own_sockets_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemctl_is_sent_where_our_own_sockets_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/elsewhere")
     assert paths.session_environment() == dict(os.environ)
-    for unset in (lambda: monkeypatch.setenv("XDG_RUNTIME_DIR", ""), lambda: monkeypatch.delenv("XDG_RUNTIME_DIR")):
+    for unset in (
+        lambda: monkeypatch.setenv("XDG_RUNTIME_DIR", ""),
+        lambda: monkeypatch.delenv("XDG_RUNTIME_DIR"),
+    ):
         unset()
         expected = {**os.environ, "XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}"}
         assert paths.session_environment() == expected
@@ -199,7 +206,9 @@ def test_file_or_link_in_place_of_the_socket_is_refused(private: Path) -> None:
         assert fails(RuntimePathError, lambda path=path: paths.check_socket(path)) == text  # type: ignore[misc]
 
 
-def test_manifest_is_the_explicit_the_users_or_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_is_the_explicit_the_users_or_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     looked = f"{tmp_path}/.config/weightcached/manifest.yaml or /etc/weightcached/manifest.yaml"
@@ -210,8 +219,13 @@ def test_manifest_is_the_explicit_the_users_or_the_machines(tmp_path: Path, monk
     users.touch()
     assert paths.manifest_path() == users
     given = tmp_path / "m.yaml"
-    assert fails(ManifestError, lambda: paths.manifest_path(given)) == f"no model manifest at {given}: {hint}"
+    assert (
+        fails(ManifestError, lambda: paths.manifest_path(given))
+        == f"no model manifest at {given}: {hint}"
+    )
     given.touch()
     assert paths.manifest_path(given) == given
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
-    assert re.search(re.escape(f"{tmp_path}/xdg/weightcached"), fails(ManifestError, paths.manifest_path))
+    assert re.search(
+        re.escape(f"{tmp_path}/xdg/weightcached"), fails(ManifestError, paths.manifest_path)
+    )

@@ -1,4 +1,6 @@
-"""Placement: what one node serves, and what is refused. That it is vLLM's layout is shown in tests/engine."""
+"""Placement: what one node serves, and what is refused. That it is vLLM's layout is shown in
+tests/engine.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,23 @@ def test_tensor_ranks_come_before_pipeline_ranks_before_replicas() -> None:
 
 def test_expert_ranks_count_within_a_pipeline_stage() -> None:
     engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}
-    assert [rank[4] for rank in ranks(**engine, enable_expert_parallel=True)] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert [rank[4] for rank in ranks(**engine, enable_expert_parallel=True)] == [
+        0,
+        1,
+        0,
+        1,
+        2,
+        3,
+        2,
+        3,
+    ]
 
 
 def test_last_node_of_two_has_the_last_block() -> None:
-    assert ranks(tensor_parallel_size=4, nnodes=2, node_rank=1) == [(2, 0, 0, 2, 0), (3, 0, 0, 3, 0)]
+    assert ranks(tensor_parallel_size=4, nnodes=2, node_rank=1) == [
+        (2, 0, 0, 2, 0),
+        (3, 0, 0, 3, 0),
+    ]
 
 
 def test_launcher_with_a_start_rank_has_its_own_replicas() -> None:
@@ -44,7 +58,9 @@ def test_launcher_with_a_start_rank_has_its_own_replicas() -> None:
 
 
 def test_rank_within_the_replica_is_what_a_loader_gets() -> None:
-    placed = place({"tensor_parallel_size": 2, "data_parallel_size": 2}, ["cpu0", "cpu1", "cpu2", "cpu3"])
+    placed = place(
+        {"tensor_parallel_size": 2, "data_parallel_size": 2}, ["cpu0", "cpu1", "cpu2", "cpu3"]
+    )
     assert placed[3] == ("cpu3", Placement(3, 3, 1, 0, 1, 0, 1))
 
 
@@ -56,7 +72,10 @@ def test_rank_within_the_replica_is_what_a_loader_gets() -> None:
             {"tensor_parallel_size": 2, "data_parallel_size": 2},
             "tensor_parallel_size 2 × data_parallel_size 2 needs 4",
         ),
-        ({"tensor_parallel_size": 4, "nnodes": 2}, "tensor_parallel_size 4 has 4 ranks, of which this node serves 2"),
+        (
+            {"tensor_parallel_size": 4, "nnodes": 2},
+            "tensor_parallel_size 4 has 4 ranks, of which this node serves 2",
+        ),
     ],
 )
 def test_need_is_told_with_its_reason(engine: dict[str, Any], text: str) -> None:
@@ -74,7 +93,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "node_rank",
         "node_rank is 2: with nnodes 2 expected 0 to 1",
     ),
-    "node_without_nodes": ({"node_rank": 1}, "node_rank", "node_rank 1 needs nnodes, the number of nodes"),
+    "node_without_nodes": (
+        {"node_rank": 1},
+        "node_rank",
+        "node_rank 1 needs nnodes, the number of nodes",
+    ),
     "past_the_end": (
         {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 3},
         "data_parallel_start_rank",

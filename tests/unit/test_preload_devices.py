@@ -1,4 +1,6 @@
-"""`weightcached preload`: which devices it takes. Its processes are in tests/process/test_preload.py."""
+"""`weightcached preload`: which devices it takes. Its processes are in
+tests/process/test_preload.py.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,41 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("four_gpus")
 def test_gpus_are_taken_in_the_order_of_cuda_visible_devices() -> None:
     assert preload.local_devices({"tensor_parallel_size": 2}, {}) == UUIDS[:2]
-    assert preload.local_devices({"tensor_parallel_size": 2}, {"CUDA_VISIBLE_DEVICES": "3,1,0"}) == [UUIDS[3], UUIDS[1]]
+    assert preload.local_devices(
+        {"tensor_parallel_size": 2}, {"CUDA_VISIBLE_DEVICES": "3,1,0"}
+    ) == [UUIDS[3], UUIDS[1]]
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_no_visible_gpu_means_host_memory() -> None:
-    assert preload.local_devices({"pipeline_parallel_size": 2}, {"CUDA_VISIBLE_DEVICES": ""}) == ["cpu0", "cpu1"]
+    assert preload.local_devices({"pipeline_parallel_size": 2}, {"CUDA_VISIBLE_DEVICES": ""}) == [
+        "cpu0",
+        "cpu1",
+    ]
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_too_few_gpus_are_named() -> None:
     with pytest.raises(DeviceError) as e:
         preload.local_devices({"tensor_parallel_size": 4}, {"CUDA_VISIBLE_DEVICES": "1,2"})
-    assert str(e.value) == f"tensor_parallel_size 4 needs 4, 2 GPUs are visible: {UUIDS[1]}, {UUIDS[2]}"
+    assert (
+        str(e.value)
+        == f"tensor_parallel_size 4 needs 4, 2 GPUs are visible: {UUIDS[1]}, {UUIDS[2]}"
+    )
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_a_node_of_several_takes_devices_for_its_own_ranks() -> None:
-    assert preload.local_devices({"tensor_parallel_size": 8, "nnodes": 4, "node_rank": 3}, {}) == UUIDS[:2]
+    assert (
+        preload.local_devices({"tensor_parallel_size": 8, "nnodes": 4, "node_rank": 3}, {})
+        == UUIDS[:2]
+    )
 
 
 def test_machine_without_gpus_has_slots_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "list_gpus", list)
-    assert preload.local_devices({"data_parallel_size": 3}, {"CUDA_VISIBLE_DEVICES": "0"}) == ["cpu0", "cpu1", "cpu2"]
+    assert preload.local_devices({"data_parallel_size": 3}, {"CUDA_VISIBLE_DEVICES": "0"}) == [
+        "cpu0",
+        "cpu1",
+        "cpu2",
+    ]

@@ -1,4 +1,6 @@
-"""The loader's proof catches every broken plan and names the first difference; each text is compared as a whole."""
+"""The loader's proof catches every broken plan and names the first difference; each text is
+compared as a whole.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ import torch
 from torch import nn
 
 from tests.fakes.models import Packed, random_bytes, without_leftovers
-from weightcached.errors import IndexFormatError, SegmentError, UnsupportedQuantForIPCError, WeightcachedError
+from weightcached.errors import (
+    IndexFormatError,
+    SegmentError,
+    UnsupportedQuantForIPCError,
+    WeightcachedError,
+)
 from weightcached.index.tensors import ModulePlan, StorageRecord, TensorIndex, TensorRecord
 from weightcached.model.values import encode_value
 from weightcached.segments.packing import SMALL_NBYTES
@@ -88,7 +95,9 @@ def with_record(packed: Packed, name: str, **changed: Any) -> Packed:
     return with_index(packed, tensors=tensors)
 
 
-def error(packed: Packed, run_hooks: Callable[[Any], None] = lambda model: None) -> tuple[type, str]:
+def error(
+    packed: Packed, run_hooks: Callable[[Any], None] = lambda model: None
+) -> tuple[type, str]:
     with pytest.raises(WeightcachedError) as e:
         packed.prove(run_hooks)
     return type(e.value), str(e.value)
@@ -110,14 +119,23 @@ def test_missing_tensor_is_named(packed: Packed) -> None:
 
 
 def test_missing_attribute_is_named(packed: Packed) -> None:
-    tensors = [record for record in packed.index.tensors if record.names[0] != "layer.kernel.workspace"]
-    assert error(with_index(packed, tensors=tensors))[1] == f"layer.kernel.workspace: missing{REFUSED}"
+    tensors = [
+        record for record in packed.index.tensors if record.names[0] != "layer.kernel.workspace"
+    ]
+    assert (
+        error(with_index(packed, tensors=tensors))[1] == f"layer.kernel.workspace: missing{REFUSED}"
+    )
 
 
 def test_missing_alias_is_named(packed: Packed) -> None:
-    (names,) = [record.names for record in packed.index.tensors if record.names[0] == "layer.weight"]
+    (names,) = [
+        record.names for record in packed.index.tensors if record.names[0] == "layer.weight"
+    ]
     assert names == ["layer.weight", "layer.tied"]
-    assert error(with_record(packed, "layer.weight", names=names[:1]))[1] == f"layer.tied: missing{REFUSED}"
+    assert (
+        error(with_record(packed, "layer.weight", names=names[:1]))[1]
+        == f"layer.tied: missing{REFUSED}"
+    )
 
 
 def test_alias_that_became_a_tensor_of_its_own_is_named(packed: Packed) -> None:
@@ -130,10 +148,14 @@ def test_alias_that_became_a_tensor_of_its_own_is_named(packed: Packed) -> None:
 
 
 def test_storage_that_became_two_is_named(packed: Packed) -> None:
-    number = next(record.storage for record in packed.index.tensors if record.names[0] == "layer.weight_t")
+    number = next(
+        record.storage for record in packed.index.tensors if record.names[0] == "layer.weight_t"
+    )
     assert number is not None
     storages = [*packed.index.storages, packed.index.storages[number]]
-    apart = with_index(with_record(packed, "layer.weight_t", storage=len(storages) - 1), storages=storages)
+    apart = with_index(
+        with_record(packed, "layer.weight_t", storage=len(storages) - 1), storages=storages
+    )
     assert error(apart)[1] == (
         f"layer.weight_t: storage shared with is layer.weight_t, loaded as layer.weight{REFUSED}"
     )
@@ -142,19 +164,40 @@ def test_storage_that_became_two_is_named(packed: Packed) -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "text"),
     [
-        ("layer.weight_t", {"stride": [6, 1]}, "layer.weight_t: stride is (6, 1), loaded as (1, 4)"),
+        (
+            "layer.weight_t",
+            {"stride": [6, 1]},
+            "layer.weight_t: stride is (6, 1), loaded as (1, 4)",
+        ),
         ("layer.weight_t", {"shape": [4, 5]}, "layer.weight_t: shape is (4, 5), loaded as (4, 6)"),
-        ("layer.plain", {"dtype": "bfloat16"}, "layer.plain: dtype is torch.bfloat16, loaded as torch.float16"),
-        ("layer.plain", {"shape": [2], "storage_offset": 1}, "layer.plain: shape is (2,), loaded as (3,)"),
+        (
+            "layer.plain",
+            {"dtype": "bfloat16"},
+            "layer.plain: dtype is torch.bfloat16, loaded as torch.float16",
+        ),
+        (
+            "layer.plain",
+            {"shape": [2], "storage_offset": 1},
+            "layer.plain: shape is (2,), loaded as (3,)",
+        ),
         ("layer.table", {"persistent": True}, "layer.table: persistence is True, loaded as False"),
         ("layer.table", {"kind": "attribute"}, "layer.table: kind is attribute, loaded as buffer"),
         ("layer.plain", {"kind": "buffer"}, "layer.plain: kind is buffer, loaded as attribute"),
-        ("layer.plain", {"kind": "parameter"}, "layer.plain: kind is parameter, loaded as attribute"),
+        (
+            "layer.plain",
+            {"kind": "parameter"},
+            "layer.plain: kind is parameter, loaded as attribute",
+        ),
     ],
     ids=str,
 )
-def test_changed_record_is_named(packed: Packed, name: str, changed: dict[str, Any], text: str) -> None:
-    assert error(with_record(packed, name, **changed)) == (UnsupportedQuantForIPCError, text + REFUSED)
+def test_changed_record_is_named(
+    packed: Packed, name: str, changed: dict[str, Any], text: str
+) -> None:
+    assert error(with_record(packed, name, **changed)) == (
+        UnsupportedQuantForIPCError,
+        text + REFUSED,
+    )
 
 
 def test_storage_offset_is_compared() -> None:
@@ -170,7 +213,13 @@ def test_storage_offset_is_compared() -> None:
 
 def test_tensor_that_the_loaded_model_lacks_is_named(packed: Packed) -> None:
     extra = TensorRecord(
-        names=["layer.zeros"], kind="buffer", dtype="float32", shape=[1], stride=[1], storage=0, persistent=False
+        names=["layer.zeros"],
+        kind="buffer",
+        dtype="float32",
+        shape=[1],
+        stride=[1],
+        storage=0,
+        persistent=False,
     )
     more = with_index(packed, tensors=[*packed.index.tensors, extra])
     assert error(more)[1] == f"layer.zeros: not in the loaded model{REFUSED}"
@@ -214,7 +263,9 @@ def test_hang_on_nothing_is_named(packed: Packed) -> None:
 
 @pytest.mark.parametrize("at", [0, 95])
 def test_changed_byte_in_a_segment_is_named(packed: Packed, at: int) -> None:
-    number = next(record.storage for record in packed.index.tensors if record.names[0] == "layer.weight")
+    number = next(
+        record.storage for record in packed.index.tensors if record.names[0] == "layer.weight"
+    )
     assert number is not None
     place = packed.index.storages[number]
     held = bytearray(read_sealed(packed.fds[place.segment].fileno(), max_nbytes=1 << 20))
@@ -256,7 +307,9 @@ def post_processed(**values: Any) -> Callable[[Any], None]:
     return change
 
 
-def proven(change: Callable[[Any], None], run_hooks: Callable[[Any], None] = lambda model: None) -> tuple[Any, Any]:
+def proven(
+    change: Callable[[Any], None], run_hooks: Callable[[Any], None] = lambda model: None
+) -> tuple[Any, Any]:
     """(index that the proof recorded, model that an engine attaches with it)."""
     with Packed.of(Model, change) as packed:
         index: TensorIndex = packed.prove(run_hooks)
@@ -287,7 +340,9 @@ def proven(change: Callable[[Any], None], run_hooks: Callable[[Any], None] = lam
 )
 def test_value_that_post_processing_changed_is_recorded_and_restored(value: Any) -> None:
     index, model = proven(post_processed(alpha=value))
-    assert index.modules == [ModulePlan(module="layer", plan="restore", values={ALPHA: encode_value(value)})]
+    assert index.modules == [
+        ModulePlan(module="layer", plan="restore", values={ALPHA: encode_value(value)})
+    ]
     assert (type(model.layer.alpha), repr(model.layer.alpha)) == (type(value), repr(value))
 
 
@@ -366,7 +421,8 @@ def test_object_of_another_class_is_refused_by_name() -> None:
     with Packed.of(Model, post_processed(kernel=OtherKernel())) as packed:
         assert error(packed) == (
             UnsupportedQuantForIPCError,
-            "layer.kernel: is {'$type': 'vllm.fake.Kernel'}, loaded as {'$type': 'vllm.fake.OtherKernel'}" + REFUSED,
+            "layer.kernel: is {'$type': 'vllm.fake.Kernel'}, loaded as {'$type': 'vllm.fake.OtherKernel'}"
+            + REFUSED,
         )
 
 
@@ -380,17 +436,25 @@ def test_parameter_that_a_hook_renamed_keeps_its_content_and_not_its_loading_cla
         model.layer.renamed = ModelWeightParameter(model.layer.weight.data, requires_grad=False)
 
     with Packed.of(Model, rename) as packed:
-        assert "layer.renamed" in {name for record in packed.prove().tensors for name in record.names}
+        assert "layer.renamed" in {
+            name for record in packed.prove().tensors for name in record.names
+        }
 
 
 def test_object_that_post_processing_made_is_refused_by_name() -> None:
     with Packed.of(Model, post_processed(runner=object())) as packed:
-        assert error(packed)[1] == f"layer.runner: is missing, loaded as {{'$type': 'builtins.object'}}{REFUSED}"
+        assert (
+            error(packed)[1]
+            == f"layer.runner: is missing, loaded as {{'$type': 'builtins.object'}}{REFUSED}"
+        )
 
 
 def test_function_that_post_processing_chose_is_refused_by_name() -> None:
     with Packed.of(Model, post_processed(apply=fill)) as packed:
-        assert error(packed)[1] == f"layer.apply: is missing, loaded as {{'$callable': 'fill'}}{REFUSED}"
+        assert (
+            error(packed)[1]
+            == f"layer.apply: is missing, loaded as {{'$callable': 'fill'}}{REFUSED}"
+        )
 
 
 def test_value_in_a_tuple_is_refused_by_name() -> None:

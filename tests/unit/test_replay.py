@@ -1,4 +1,6 @@
-"""The surroundings of hooks that are replayed on the meta device, and the guard of what engines share."""
+"""The surroundings of hooks that are replayed on the meta device, and the guard of what engines
+share.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def ops() -> Iterator[Any]:
         library.define("quantize(Tensor(a!) out, Tensor x) -> ()")
         library.define("repack(Tensor x) -> Tensor")
         library.define("permute(Tensor x, Tensor[] indices) -> Tensor")
-        torch.library.register_fake("weightcached_test::permute", lambda x, indices: x.new_empty(3), lib=library)
+        torch.library.register_fake(
+            "weightcached_test::permute", lambda x, indices: x.new_empty(3), lib=library
+        )
         yield torch.ops.weightcached_test
 
 
@@ -95,7 +99,9 @@ def test_operator_on_real_tensors_is_called_as_ever(ops: Any) -> None:
         lambda t: t.nonzero(),
     ],
 )
-def test_what_needs_values_raises_instead_of_making_them_up(ask: Callable[[torch.Tensor], Any]) -> None:
+def test_what_needs_values_raises_instead_of_making_them_up(
+    ask: Callable[[torch.Tensor], Any],
+) -> None:
     with on_meta(CPU), pytest.raises((NotImplementedError, RuntimeError, TypeError)):
         ask(meta(2, 2))
 
@@ -135,7 +141,9 @@ def test_values_without_memory_are_taken_for_one() -> None:
         torch.unique(meta(4, 2))
 
 
-def test_vllm_does_not_warn_of_what_the_answers_lead_it_to(caplog: pytest.LogCaptureFixture) -> None:
+def test_vllm_does_not_warn_of_what_the_answers_lead_it_to(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     logger = logging.getLogger("vllm.weightcached_test")
     with on_meta(CPU):
         logger.warning("the scales differ")
@@ -160,7 +168,10 @@ def test_triton_kernel_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
             return "launched"
 
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", SimpleNamespace(JITFunction=JITFunction))
-    with on_meta(CPU), pytest.raises(NoMetaError, match=r"^the Triton kernel meta cannot run on meta tensors$"):
+    with (
+        on_meta(CPU),
+        pytest.raises(NoMetaError, match=r"^the Triton kernel meta cannot run on meta tensors$"),
+    ):
         JITFunction().run()
     assert JITFunction().run() == "launched"
 
@@ -190,7 +201,9 @@ def test_parameter_keeps_its_class_when_its_data_is_replaced() -> None:
         (lambda t: t.view(2, 2).t().zero_(), "aten.zero_.default"),
     ],
 )
-def test_write_into_a_shared_tensor_is_refused(write: Callable[[torch.Tensor], Any], operator: str) -> None:
+def test_write_into_a_shared_tensor_is_refused(
+    write: Callable[[torch.Tensor], Any], operator: str
+) -> None:
     shared = torch.zeros(4)
     with WriteGuard({shared.untyped_storage().data_ptr()}), pytest.raises(SharedWriteError) as e:
         write(shared)

@@ -1,4 +1,6 @@
-"""A model packed, encoded, decoded and attached is the model that was loaded, for all that torch has on a CPU."""
+"""A model packed, encoded, decoded and attached is the model that was loaded, for all that torch
+has on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,19 @@ from tests.fakes.models import (
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
 from weightcached.index.tensors import TensorRecord
 from weightcached.model import pack, proof
-from weightcached.model.bind import NOT_THERE, Storages, copy_into, resolve_owner, skeleton_of, tensor_of
+from weightcached.model.bind import (
+    NOT_THERE,
+    Storages,
+    copy_into,
+    resolve_owner,
+    skeleton_of,
+    tensor_of,
+)
 from weightcached.segments.packing import SMALL_NBYTES
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
 QUANTIZED = [torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4]
 QUANTIZED_IS_DEPRECATED = "ignore:torch.quantize_per_tensor, torch.quantize_per_channel and other"
 PLAIN = [dtype for dtype in DTYPES if dtype not in QUANTIZED]
@@ -49,7 +60,14 @@ class Facts(NamedTuple):
 
 def facts(tensor: torch.Tensor) -> Facts:
     memory = hashlib.sha256(bytes_below(tensor).numpy().tobytes()).hexdigest()
-    return Facts(type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), memory)
+    return Facts(
+        type(tensor),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        memory,
+    )
 
 
 def reach(model: nn.Module, path: str) -> Any:
@@ -64,7 +82,9 @@ def round_trip(
     run_hooks: Callable[[Any], None] = lambda model: None,
     copy: bool = False,
 ) -> Any:
-    """Pack and attach a model, whose tensors at these paths must come out as they went in. Returns the new one."""
+    """Pack and attach a model, whose tensors at these paths must come out as they went in. Returns
+    the new one.
+    """
     before: dict[str, Facts] = {}
 
     def note(model: nn.Module) -> None:
@@ -97,7 +117,9 @@ def module(**tensors: Any) -> Any:
 
 
 class Helper:
-    """An object as vLLM's quantization methods and kernels are: no module, but its module is vLLM's."""
+    """An object as vLLM's quantization methods and kernels are: no module, but its module is
+    vLLM's.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -122,14 +144,18 @@ def test_every_dtype_survives(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental", QUANTIZED_IS_DEPRECATED)
 def test_dtypes_of_torch_are_all_here() -> None:
-    assert [dtype for dtype in DTYPES if torch.empty(4, dtype=dtype).is_quantized] == sorted(QUANTIZED, key=str)
+    assert [dtype for dtype in DTYPES if torch.empty(4, dtype=dtype).is_quantized] == sorted(
+        QUANTIZED, key=str
+    )
     assert len(PLAIN) >= 20
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("look", [proof.snapshot, pack.describe])
 @pytest.mark.filterwarnings(QUANTIZED_IS_DEPRECATED)
-def test_quantized_dtypes_are_refused_by_name(look: Callable[[nn.Module], Any], dtype: torch.dtype) -> None:
+def test_quantized_dtypes_are_refused_by_name(
+    look: Callable[[nn.Module], Any], dtype: torch.dtype
+) -> None:
     model = module(layer=module())
     model.layer.register_buffer("zeros", torch.empty(4, 4, dtype=dtype))
     assert refusal(look, model) == (
@@ -165,7 +191,10 @@ class Wrapper(torch.Tensor):  # type: ignore[misc]
             lambda: torch.ones(2, dtype=torch.complex64).conj(),
             "torch.Tensor of layout torch.strided and dtype torch.complex64",
         ),
-        (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "torch.Tensor of layout torch.strided and dtype"),
+        (
+            lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
+            "torch.Tensor of layout torch.strided and dtype",
+        ),
         (
             lambda: torch.eye(2).as_subclass(Wrapper),
             f"{__name__}.Wrapper of layout torch.strided and dtype torch.float32",
@@ -178,8 +207,12 @@ class Wrapper(torch.Tensor):  # type: ignore[misc]
     ],
     ids=["coo", "csr", "conj", "neg", "wrapper", "nested", "meta"],
 )
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
-def test_tensors_without_plain_memory_are_refused_by_name(make: Callable[[], torch.Tensor], text: str) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested:UserWarning"
+)
+def test_tensors_without_plain_memory_are_refused_by_name(
+    make: Callable[[], torch.Tensor], text: str
+) -> None:
     model = module(layer=module(held=[make()]))
     for look in (proof.snapshot, pack.describe):
         assert refusal(look, model).startswith(f"layer.held[0]: {text}")
@@ -229,12 +262,17 @@ def test_shape_stride_and_offset_survive(shape: Callable[[], torch.Tensor]) -> N
 def test_overlapping_views_of_one_storage_stay_views_of_one_storage() -> None:
     def build() -> nn.Module:
         base = torch.empty(64)
-        model = module(first=nn.Parameter(base[:40], requires_grad=False), transposed=base[8:20].view(3, 4).t())
+        model = module(
+            first=nn.Parameter(base[:40], requires_grad=False), transposed=base[8:20].view(3, 4).t()
+        )
         model.register_buffer("second", base[20:])
         return model
 
     model = round_trip(build, "first", "second", "transposed")
-    assert len({model.get_parameter(n).untyped_storage()._cdata for n in ("first",)} | storages(model)) == 1
+    assert (
+        len({model.get_parameter(n).untyped_storage()._cdata for n in ("first",)} | storages(model))
+        == 1
+    )
     model.first.data[25] = 7.5
     assert model.second[5] == 7.5
 
@@ -260,10 +298,16 @@ def test_tied_parameter_stays_one_object_with_all_its_names() -> None:
         return module(embed=embed, head=module(weight=embed.weight), again=embed.weight)
 
     with Packed.of(build) as packed:
-        assert [sorted(record.names) for record in packed.index.tensors] == [["again", "embed.weight", "head.weight"]]
+        assert [sorted(record.names) for record in packed.index.tensors] == [
+            ["again", "embed.weight", "head.weight"]
+        ]
     model = round_trip(build, "embed.weight")
     assert model.embed.weight is model.head.weight is model.again
-    assert sorted(dict(model.named_parameters(remove_duplicate=False))) == ["again", "embed.weight", "head.weight"]
+    assert sorted(dict(model.named_parameters(remove_duplicate=False))) == [
+        "again",
+        "embed.weight",
+        "head.weight",
+    ]
 
 
 def test_tensor_tied_by_the_loader_alone_is_tied_for_the_engine() -> None:
@@ -345,14 +389,37 @@ def test_tensors_in_attributes_lists_and_dicts_survive() -> None:
             mapped={"cos": torch.empty(3), 4: torch.empty(4), "deep": {"list": [torch.empty(5)]}},
         )
 
-    round_trip(build, "plain", "listed[0]", "listed[1][0]", "mapped['cos']", "mapped[4]", "mapped['deep']['list'][0]")
+    round_trip(
+        build,
+        "plain",
+        "listed[0]",
+        "listed[1][0]",
+        "mapped['cos']",
+        "mapped[4]",
+        "mapped['deep']['list'][0]",
+    )
 
 
 @pytest.mark.parametrize(
-    "key", ["a.b", "it's", 'a "quoted" one', "both ' and \"", "[0]", "é → 中", "line\nbreak", "back\\slash", "", -1]
+    "key",
+    [
+        "a.b",
+        "it's",
+        'a "quoted" one',
+        "both ' and \"",
+        "[0]",
+        "é → 中",
+        "line\nbreak",
+        "back\\slash",
+        "",
+        -1,
+    ],
 )
 def test_keys_of_dicts_survive_whatever_they_spell(key: str | int) -> None:
-    build = lambda: module(inner=module(mapped={key: Helper(scale=torch.empty(3)), "other": torch.empty(2)}))  # noqa: E731
+    def build() -> nn.Module:
+        mapped = {key: Helper(scale=torch.empty(3)), "other": torch.empty(2)}
+        return module(inner=module(mapped=mapped))
+
     round_trip(build, f"inner.mapped[{key!r}].scale", "inner.mapped['other']")
 
 
@@ -373,8 +440,12 @@ def test_tensor_in_a_tuple_is_refused_by_name() -> None:
 def test_tensors_in_helper_objects_survive() -> None:
     def build() -> nn.Module:
         shared = Helper(workspace=torch.empty(9))
-        method = Helper(kernel=Helper(scales=[torch.empty(3)], shared=shared), weight=torch.empty(2))
-        return module(layer=module(quant_method=method), other=module(quant_method=Helper(shared=shared)))
+        method = Helper(
+            kernel=Helper(scales=[torch.empty(3)], shared=shared), weight=torch.empty(2)
+        )
+        return module(
+            layer=module(quant_method=method), other=module(quant_method=Helper(shared=shared))
+        )
 
     model = round_trip(
         build,
@@ -386,7 +457,9 @@ def test_tensors_in_helper_objects_survive() -> None:
 
 
 class OfAPlugIn:
-    """As a quantization method from outside vLLM and what it makes: any class that is not of a known library."""
+    """As a quantization method from outside vLLM and what it makes: any class that is not of a
+    known library.
+    """
 
     __slots__ = ("__dict__", "scale", "unset")
 
@@ -397,7 +470,9 @@ class OfAPlugIn:
 
 def test_objects_of_a_plug_in_survive() -> None:
     def build() -> nn.Module:
-        return module(layer=module(quant_method=OfAPlugIn(kernel=OfAPlugIn(workspace=torch.empty(3)))))
+        return module(
+            layer=module(quant_method=OfAPlugIn(kernel=OfAPlugIn(workspace=torch.empty(3))))
+        )
 
     round_trip(
         build,
@@ -432,7 +507,12 @@ def test_tensors_that_functions_hold_survive() -> None:
             method=MethodType(lambda self: self.table, helper),
         )
 
-    model = round_trip(build, "route.keywords['alpha']", "close.__closure__[0].cell_contents", "method.__self__.table")
+    model = round_trip(
+        build,
+        "route.keywords['alpha']",
+        "close.__closure__[0].cell_contents",
+        "method.__self__.table",
+    )
     assert not model.close(torch.zeros(4)).is_meta
 
 
@@ -444,7 +524,9 @@ def test_tensors_that_functions_hold_survive() -> None:
         (lambda n: lambda: n, "{'.__closure__[0].cell_contents': 2}"),
     ],
 )
-def test_function_that_holds_another_value_is_told_apart(make: Callable[[int], Any], held: str) -> None:
+def test_function_that_holds_another_value_is_told_apart(
+    make: Callable[[int], Any], held: str
+) -> None:
     build = lambda: module(route=make(1))  # noqa: E731
     with Packed.of(build) as packed:
         assert without_leftovers(packed.prove()) == packed.index
@@ -455,7 +537,9 @@ def test_function_that_holds_another_value_is_told_apart(make: Callable[[int], A
     with Packed.of(build, change) as packed, pytest.raises(UnsupportedQuantForIPCError) as e:
         packed.prove()
     assert f"'$holds': {held}" in str(e.value)
-    assert skeleton_of(on_meta(build)) == skeleton_of(on_meta(lambda: module(route=make(2)))), "not for the skeleton"
+    assert skeleton_of(on_meta(build)) == skeleton_of(on_meta(lambda: module(route=make(2)))), (
+        "not for the skeleton"
+    )
 
 
 def test_argument_that_a_function_holds_in_a_tuple_is_refused_by_name() -> None:
@@ -490,7 +574,9 @@ def test_module_outside_the_tree_is_walked_with_its_children() -> None:
         outside.child.register_buffer("scale", torch.empty(1))
         return module(layer=module(quant_method=Helper(fallback=outside)))
 
-    model = round_trip(build, "layer.quant_method.fallback.child.weight", "layer.quant_method.fallback.child.scale")
+    model = round_trip(
+        build, "layer.quant_method.fallback.child.weight", "layer.quant_method.fallback.child.scale"
+    )
     assert isinstance(model.layer.quant_method.fallback.child.weight, nn.Parameter)
 
 
@@ -589,7 +675,12 @@ def test_what_post_processing_made_removed_and_moved_is_there_gone_and_moved() -
         change(model)
 
     model = round_trip(
-        build, "layer.packed", "layer.scale", "layer.bias_as_attribute", "layer.moved", change=change_and_drop
+        build,
+        "layer.packed",
+        "layer.scale",
+        "layer.bias_as_attribute",
+        "layer.moved",
+        change=change_and_drop,
     )
     assert sorted(model.layer._parameters) == ["packed", "scale"]
     assert list(model.layer._buffers) == ["moved"]
@@ -606,7 +697,9 @@ def test_proof_tells_what_post_processing_consumed() -> None:
     with Packed.of(build, consume) as packed:
         index = packed.prove()
         assert index.leftovers == ["layer.packed"]
-        told = packed.but(index=msgspec.structs.replace(index, leftovers=["layer.packed", "layer.gone.packed"]))
+        told = packed.but(
+            index=msgspec.structs.replace(index, leftovers=["layer.packed", "layer.gone.packed"])
+        )
         assert refusal(told.attach) == (
             "layer.gone.packed: nothing here to remove ('Module' object has no attribute 'gone')"
         )
@@ -656,7 +749,9 @@ def test_sources_are_freed_while_packing() -> None:
 
 
 def large_and_small() -> nn.Module:
-    model = module(weight=parameter(SMALL_NBYTES), workspace=parameter(SMALL_NBYTES), small=parameter(4))
+    model = module(
+        weight=parameter(SMALL_NBYTES), workspace=parameter(SMALL_NBYTES), small=parameter(4)
+    )
     model.register_buffer("running_mean", torch.zeros(SMALL_NBYTES))
     return model
 
@@ -664,7 +759,9 @@ def large_and_small() -> nn.Module:
 def test_small_and_mutable_tensors_are_private_others_shared() -> None:
     with Packed.of(large_and_small) as packed:
         private = {
-            record.names[0]: packed.index.segments[packed.index.storages[record.storage or 0].segment].private
+            record.names[0]: packed.index.segments[
+                packed.index.storages[record.storage or 0].segment
+            ].private
             for record in packed.index.tensors
         }
     assert private == {"weight": False, "workspace": True, "small": True, "running_mean": True}
@@ -672,13 +769,17 @@ def test_small_and_mutable_tensors_are_private_others_shared() -> None:
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_what_one_engine_writes_no_other_sees(copy: bool) -> None:
-    with Packed.of(large_and_small, lambda model: [p.data.zero_() for p in model.parameters()]) as packed:
+    with Packed.of(
+        large_and_small, lambda model: [p.data.zero_() for p in model.parameters()]
+    ) as packed:
         first, second = packed.attach(copy=copy), packed.attach(copy=copy)
         for tensor in [*first.parameters(), *first.buffers()]:
             tensor.data.fill_(3)
         third = packed.attach(copy=copy)
         for model in (second, third):
-            assert [tensor.any().item() for tensor in [*model.parameters(), *model.buffers()]] == [False] * 4
+            assert [tensor.any().item() for tensor in [*model.parameters(), *model.buffers()]] == [
+                False
+            ] * 4
         assert [tensor.all().item() for tensor in first.parameters()] == [True] * 3
         # The segments' bytes are what they were.
         assert without_leftovers(packed.prove()) == packed.index
@@ -693,7 +794,9 @@ def test_copy_into_writes_in_place() -> None:
         model.register_buffer("table", torch.empty(3))
         return model
 
-    with Packed.of(build, lambda model: [random_bytes(model.weight, 1), model.table.fill_(2)]) as packed:
+    with Packed.of(
+        build, lambda model: [random_bytes(model.weight, 1), model.table.fill_(2)]
+    ) as packed:
         model = build()
         addresses = [model.weight.data_ptr(), model.table.data_ptr()]
         mapping = packed.map()
@@ -752,7 +855,10 @@ def test_copy_into_another_model_writes_nothing(other: Build, text: str) -> None
             {"shape": [1 << 62], "stride": [1 << 62]},
             f"tensor w reaches to byte {((1 << 62) - 1 << 64) + 4} of a storage",
         ),
-        ({"shape": [], "stride": [], "storage_offset": 1024}, "tensor w reaches to byte 4100 of a storage of 4096"),
+        (
+            {"shape": [], "stride": [], "storage_offset": 1024},
+            "tensor w reaches to byte 4100 of a storage of 4096",
+        ),
         (
             {"shape": [0, 1 << 63], "stride": [1, 1]},
             "tensor w: torch cannot count shape [0, 9223372036854775808], stride [1, 1], offset 0",
@@ -769,7 +875,9 @@ def test_tensor_outside_its_storage_is_never_formed(changed: dict[str, Any], tex
     record = TensorRecord(names=["w"], kind="parameter", **(fields | changed))
     with Packed.of(lambda: module(w=torch.empty(1024))) as packed:
         storages = Storages(packed.index, packed.map(), CPU, copy=False)
-        assert tensor_of(TensorRecord(names=["w"], kind="parameter", **fields), storages).shape == (1024,)
+        assert tensor_of(TensorRecord(names=["w"], kind="parameter", **fields), storages).shape == (
+            1024,
+        )
         with pytest.raises(IndexFormatError) as e:
             tensor_of(record, storages)
     assert str(e.value).startswith(text)
@@ -779,7 +887,9 @@ def test_tensor_that_the_index_lacks_is_never_left_on_the_meta_device() -> None:
     def forget(model: Any) -> None:
         del model.layer.held[1]
 
-    with Packed.of(lambda: module(layer=module(held=[torch.ones(1), torch.ones(2)])), forget) as packed:
+    with Packed.of(
+        lambda: module(layer=module(held=[torch.ones(1), torch.ones(2)])), forget
+    ) as packed:
         model = packed.attach()
         assert model.layer.held[1] is None
         assert refusal(packed.prove) == (
@@ -788,7 +898,9 @@ def test_tensor_that_the_index_lacks_is_never_left_on_the_meta_device() -> None:
         )
 
 
-@pytest.mark.parametrize("path", ["a.b.c", "weight.x", "held[0].y", "nothing['x']", "held['x']", "weight[0][1]"])
+@pytest.mark.parametrize(
+    "path", ["a.b.c", "weight.x", "held[0].y", "nothing['x']", "held['x']", "weight[0][1]"]
+)
 def test_paths_that_lead_nowhere_raise_what_binding_expects(path: str) -> None:
     with pytest.raises(NOT_THERE):
         resolve_owner(module(weight=None, held=[None]), path + ".leaf")
@@ -813,11 +925,25 @@ def test_skeleton_is_the_same_for_models_built_alike() -> None:
         lambda m: m.scales.append(torch.empty(1)),
         lambda m: m._non_persistent_buffers_set.add("table"),
     ],
-    ids=["name", "shape", "dtype", "parameter-class", "module-class", "kernel-class", "list", "persistence"],
+    ids=[
+        "name",
+        "shape",
+        "dtype",
+        "parameter-class",
+        "module-class",
+        "kernel-class",
+        "list",
+        "persistence",
+    ],
 )
 def test_skeleton_tells_models_apart(change: Callable[[Any], None]) -> None:
     def build() -> Any:
-        model = module(weight=parameter(4), inner=nn.Module(), method=Helper(kernel=None), scales=[torch.empty(2)])
+        model = module(
+            weight=parameter(4),
+            inner=nn.Module(),
+            method=Helper(kernel=None),
+            scales=[torch.empty(2)],
+        )
         model.register_buffer("table", torch.empty(1))
         return model
 
@@ -827,7 +953,9 @@ def test_skeleton_tells_models_apart(change: Callable[[Any], None]) -> None:
 
 
 def test_skeleton_does_not_depend_on_plain_values() -> None:
-    assert skeleton_of(module(eps=1e-5, weight=parameter(1))) == skeleton_of(module(eps=1e-6, weight=parameter(1)))
+    assert skeleton_of(module(eps=1e-5, weight=parameter(1))) == skeleton_of(
+        module(eps=1e-6, weight=parameter(1))
+    )
 
 
 def test_index_of_the_helpers_is_valid() -> None:

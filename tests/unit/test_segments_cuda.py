@@ -1,6 +1,8 @@
-"""CUDA segments on a stateful fake driver: content survives its creator, and every error gives everything back.
+"""CUDA segments on a stateful fake driver: content survives its creator, and every error gives
+everything back.
 
-What needs a GPU (that pages are read-only, that torch sees the memory in place, time) is in tests/gpu.
+What needs a GPU (that pages are read-only, that torch sees the memory in place, time) is in
+tests/gpu.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.fakes.cuda_driver import MIB, CUresult, FakeDriver, FakeGpu, FakeTensor, IllegalAddress, Live, no_leaks
+from tests.fakes.cuda_driver import (
+    MIB,
+    CUresult,
+    FakeDriver,
+    FakeGpu,
+    FakeTensor,
+    IllegalAddress,
+    Live,
+    no_leaks,
+)
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import Backend, Mapping, WritableSegment
 from weightcached.segments.cuda import CudaBackend, CudaMapping, CudaSegment, torch_tensor
@@ -46,7 +57,14 @@ GPU = f"GPU-{UUID}"
 OTHER = "11111111-2222-3333-4444-555555555555"
 NOTHING = Live(0, 0, 0, 0, 0)
 SIZE = 2 * MIB
-CREATE_CALLS = ("cuCtxPushCurrent", "cuMemGetInfo", "cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess")
+CREATE_CALLS = (
+    "cuCtxPushCurrent",
+    "cuMemGetInfo",
+    "cuMemCreate",
+    "cuMemAddressReserve",
+    "cuMemMap",
+    "cuMemSetAccess",
+)
 PUBLISH_CALLS = ("cuCtxPushCurrent", "cuCtxSynchronize", "cuMemExportToShareableHandle")
 MAP_CALLS = (
     ("cuCtxPushCurrent", 1),
@@ -63,7 +81,9 @@ MAP_CALLS = (
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose driver has a version and whose GPUs nobody uses, whatever this one has; empty afterwards."""
+    """A machine whose driver has a version and whose GPUs nobody uses, whatever this one has; empty
+    afterwards.
+    """
     monkeypatch.setattr(devices, "holders", lambda uuid: [])
     monkeypatch.setattr(devices, "kernel_driver_version", lambda: "580.159.03")
     yield
@@ -97,7 +117,9 @@ def as_fake(tensor: Any) -> FakeTensor:
     return tensor
 
 
-def view(mapping: CudaMapping, segment: int = 0, offset_bytes: int = 0, nbytes: int = SIZE) -> FakeTensor:
+def view(
+    mapping: CudaMapping, segment: int = 0, offset_bytes: int = 0, nbytes: int = SIZE
+) -> FakeTensor:
     return as_fake(mapping.view(segment, offset_bytes, nbytes))
 
 
@@ -120,9 +142,16 @@ def test_mapped_segments_have_the_content_of_the_published_ones(driver: FakeDriv
 
 def test_mapping_is_one_range_in_segment_order(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
-    fds = [*published(backend, b"a"), *published(backend, b"b", nbytes=3 * SIZE), *published(backend, b"c")]
+    fds = [
+        *published(backend, b"a"),
+        *published(backend, b"b", nbytes=3 * SIZE),
+        *published(backend, b"c"),
+    ]
     mapping = backend.map(fds, [SIZE, 3 * SIZE, SIZE])
-    views = [view(mapping, segment, nbytes=nbytes) for segment, nbytes in enumerate([SIZE, 3 * SIZE, SIZE])]
+    views = [
+        view(mapping, segment, nbytes=nbytes)
+        for segment, nbytes in enumerate([SIZE, 3 * SIZE, SIZE])
+    ]
     assert [shown.read(0, 1) for shown in views] == [b"a", b"b", b"c"]
     assert [shown.address - views[0].address for shown in views] == [0, SIZE, 4 * SIZE]
     assert [shown.nbytes for shown in views] == [SIZE, 3 * SIZE, SIZE]
@@ -201,19 +230,26 @@ def test_mapping_of_n_segments_takes_three_calls_each_and_four_more(driver: Fake
 
 @pytest.mark.parametrize("method", ["view", "read"])
 @pytest.mark.parametrize(
-    ("offset_bytes", "nbytes"), [(-1, 1), (0, -1), (0, SIZE + 1), (1, SIZE), (SIZE, 1), (SIZE + 1, 0), (1 << 63, 1)]
+    ("offset_bytes", "nbytes"),
+    [(-1, 1), (0, -1), (0, SIZE + 1), (1, SIZE), (SIZE, 1), (SIZE + 1, 0), (1 << 63, 1)],
 )
-def test_range_outside_its_segment_is_refused(driver: FakeDriver, method: str, offset_bytes: int, nbytes: int) -> None:
+def test_range_outside_its_segment_is_refused(
+    driver: FakeDriver, method: str, offset_bytes: int, nbytes: int
+) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"a", b"b"), [SIZE, SIZE])
     with pytest.raises(SegmentError) as e:
         getattr(mapping, method)(0, offset_bytes, nbytes)
-    assert str(e.value) == f"{nbytes} bytes at {offset_bytes} reach outside segment 0 of 2097152 bytes"
+    assert (
+        str(e.value) == f"{nbytes} bytes at {offset_bytes} reach outside segment 0 of 2097152 bytes"
+    )
 
 
 @pytest.mark.parametrize("method", ["view", "read"])
 @pytest.mark.parametrize("segment", [-1, 2])
-def test_segment_that_is_not_mapped_is_refused(driver: FakeDriver, method: str, segment: int) -> None:
+def test_segment_that_is_not_mapped_is_refused(
+    driver: FakeDriver, method: str, segment: int
+) -> None:
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"a", b"b"), [SIZE, SIZE])
     with pytest.raises(SegmentError) as e:
@@ -374,7 +410,9 @@ def test_memory_is_unmapped_only_after_the_kernels_that_use_it(driver: FakeDrive
     assert driver.calls[-5:-2] == ["cuCtxPushCurrent", "cuCtxSynchronize", "cuMemUnmap"]
 
 
-def test_memory_stays_mapped_while_waiting_for_kernels_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_stays_mapped_while_waiting_for_kernels_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     driver = FakeDriver()
     backend = open_gpu(driver)
     mapping = backend.map(published(backend, b"x"), [SIZE])
@@ -428,7 +466,9 @@ def test_context_is_held_until_the_last_tensor_is_gone(driver: FakeDriver) -> No
 def test_context_finalized_before_its_ranges_goes_with_the_last_of_them(
     driver: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python's collector finalizes a cycle's objects in any order: an error's traceback makes such a cycle."""
+    """Python's collector finalizes a cycle's objects in any order: an error's traceback makes such
+    a cycle.
+    """
     gpu = Gpu(GPU, driver)
     mappings = [open_range(gpu) for _ in range(2)]
     context = gpu.context
@@ -436,7 +476,9 @@ def test_context_finalized_before_its_ranges_goes_with_the_last_of_them(
     context.close()
     for left, mapping in zip((1, 0), mappings, strict=True):
         mapping.close()
-        assert driver.live() == Live(0, mappings=left, reservations=left, descriptors=0, contexts=left)
+        assert driver.live() == Live(
+            0, mappings=left, reservations=left, descriptors=0, contexts=left
+        )
     assert caplog.records == []
 
 
@@ -444,12 +486,16 @@ def open_range(gpu: Gpu) -> MappedRange:
     with gpu.context.current(), ExitStack() as resources:
         allocation = gpu.allocate(SIZE, "")
         try:
-            return gpu.map_range([(allocation, SIZE)], writable=True, resources=resources, failing="")
+            return gpu.map_range(
+                [(allocation, SIZE)], writable=True, resources=resources, failing=""
+            )
         finally:
             allocation.close()
 
 
-def test_mapping_in_a_collected_cycle_is_unmapped(driver: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+def test_mapping_in_a_collected_cycle_is_unmapped(
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
     backend = open_gpu(driver)
     cycle: list[Any] = [backend, backend.map(published(backend, b"x"), [SIZE])]
     cycle.append(cycle)
@@ -510,7 +556,9 @@ def test_failed_map_leaves_nothing(driver: FakeDriver, call: str, nth: int) -> N
     backend = open_gpu(driver)
     fds = published(backend, b"a", b"b", b"c")
     driver.fail(call, nth=nth)
-    with pytest.raises(SegmentError, match=f"on {GPU}.*: {call}: CUDA_ERROR_INVALID_VALUE|cannot use {GPU}: {call}"):
+    with pytest.raises(
+        SegmentError, match=f"on {GPU}.*: {call}: CUDA_ERROR_INVALID_VALUE|cannot use {GPU}: {call}"
+    ):
         backend.map(fds, [SIZE] * 3)
     assert driver.live() == Live(0, 0, 0, 0, contexts=1)
     assert all(fd.closed for fd in fds)
@@ -525,7 +573,9 @@ def test_failed_map_undoes_in_reverse_order(driver: FakeDriver) -> None:
     with pytest.raises(SegmentError):
         backend.map(fds, [SIZE] * 2)
     undone = driver.calls[driver.calls.index("cuMemSetAccess", before) + 1 :]
-    assert undone == ["cuMemUnmap"] * 2 + ["cuMemAddressFree"] + ["cuMemRelease"] * 2 + ["cuCtxPopCurrent"]
+    assert undone == ["cuMemUnmap"] * 2 + ["cuMemAddressFree"] + ["cuMemRelease"] * 2 + [
+        "cuCtxPopCurrent"
+    ]
 
 
 def test_map_works_again_after_each_failure(driver: FakeDriver) -> None:
@@ -637,10 +687,14 @@ def test_size_off_the_granularity_is_refused(driver: FakeDriver, nbytes: int) ->
     assert fds[0].closed
 
 
-def test_lack_of_memory_says_needed_free_total_and_holders(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_says_needed_free_total_and_holders(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = open_gpu(driver)
     held = published(backend, b"x", nbytes=256 * MIB)
-    monkeypatch.setattr(devices, "holders", lambda uuid: [devices.Holder(4711, "python3", 128 * MIB)])
+    monkeypatch.setattr(
+        devices, "holders", lambda uuid: [devices.Holder(4711, "python3", 128 * MIB)]
+    )
     with pytest.raises(OutOfDeviceMemoryError) as e:
         backend.create(384 * MIB)
     assert str(e.value) == (
@@ -655,7 +709,9 @@ def test_lack_of_memory_says_needed_free_total_and_holders(driver: FakeDriver, m
 def test_memory_lost_to_another_process_meanwhile_is_the_same_error(driver: FakeDriver) -> None:
     backend = open_gpu(driver)
     driver.fail("cuMemCreate", result=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-    with pytest.raises(OutOfDeviceMemoryError, match=r"0\.50 GiB of 0\.50 GiB are free; held by no listed process"):
+    with pytest.raises(
+        OutOfDeviceMemoryError, match=r"0\.50 GiB of 0\.50 GiB are free; held by no listed process"
+    ):
         backend.create(SIZE)
 
 
@@ -682,7 +738,9 @@ def test_mig_device_is_found_with_the_bindings_of_cuda_12() -> None:
     assert open_gpu(driver, f"MIG-{OTHER}").device == f"MIG-{OTHER}"
 
 
-def test_invisible_device_is_refused_with_the_visible_ones(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invisible_device_is_refused_with_the_visible_ones(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     with pytest.raises(DeviceError) as e:
         open_gpu(driver, f"GPU-{OTHER}")
@@ -695,12 +753,16 @@ def test_invisible_device_is_refused_with_the_visible_ones(driver: FakeDriver, m
 def test_visible_mig_device_is_listed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     driver = FakeDriver(FakeGpu(name="NVIDIA H200 MIG 1g.18gb", mig_uuid=OTHER))
-    with pytest.raises(DeviceError, match=rf"sees MIG-{OTHER} .*\(CUDA_VISIBLE_DEVICES is not set\)"):
+    with pytest.raises(
+        DeviceError, match=rf"sees MIG-{OTHER} .*\(CUDA_VISIBLE_DEVICES is not set\)"
+    ):
         open_gpu(driver)
 
 
 @pytest.mark.parametrize("device", ["cpu0", "cuda:0", "GPU-1"])
-def test_other_names_are_refused_before_the_driver_is_asked(driver: FakeDriver, device: str) -> None:
+def test_other_names_are_refused_before_the_driver_is_asked(
+    driver: FakeDriver, device: str
+) -> None:
     with pytest.raises(DeviceError, match=f"device '{device}' is"):
         open_gpu(driver, device)
     assert driver.calls == []
@@ -709,11 +771,16 @@ def test_other_names_are_refused_before_the_driver_is_asked(driver: FakeDriver, 
 def test_missing_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda", None)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(SegmentError, match=r"^the Python package cuda-bindings cannot be imported \(.*\): pip install"):
+    with pytest.raises(
+        SegmentError,
+        match=r"^the Python package cuda-bindings cannot be imported \(.*\): pip install",
+    ):
         CudaBackend(GPU)
 
 
-def test_bindings_are_imported_only_when_a_device_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bindings_are_imported_only_when_a_device_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = FakeDriver()
     bindings = types.ModuleType("cuda.bindings.driver")
     bindings.__getattr__ = lambda name: getattr(driver, name)  # type: ignore[method-assign]
@@ -726,7 +793,9 @@ def test_bindings_are_imported_only_when_a_device_is_opened(monkeypatch: pytest.
 
 def test_importing_the_backend_imports_neither_torch_nor_cuda() -> None:
     code = "import sys, weightcached.segments.cuda; print([m for m in ('torch', 'cuda', 'pynvml') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "[]\n"
 
 
@@ -753,7 +822,9 @@ def test_importing_the_backend_imports_neither_torch_nor_cuda() -> None:
         ),
     ],
 )
-def test_driver_that_does_not_start_is_explained(driver: FakeDriver, problem: Any, text: str) -> None:
+def test_driver_that_does_not_start_is_explained(
+    driver: FakeDriver, problem: Any, text: str
+) -> None:
     def cu_init(flags: int) -> tuple[CUresult]:
         if isinstance(problem, Exception):
             raise problem
@@ -769,7 +840,9 @@ def test_driver_without_a_function_is_explained(driver: FakeDriver) -> None:
     class OldDriver:
         cuInit = driver.cuInit
 
-    with pytest.raises(SegmentError, match=r"cuDriverGetVersion: .* has no attribute .*; install an NVIDIA driver"):
+    with pytest.raises(
+        SegmentError, match=r"cuDriverGetVersion: .* has no attribute .*; install an NVIDIA driver"
+    ):
         CudaBackend(GPU, OldDriver())
 
 
@@ -816,7 +889,9 @@ def test_failed_opening_leaves_no_context(driver: FakeDriver, call: str) -> None
 
 def test_forked_process_is_told_to_spawn(driver: FakeDriver) -> None:
     driver.fail("cuDeviceGetCount", result=CUresult.CUDA_ERROR_NOT_INITIALIZED)
-    with pytest.raises(SegmentError, match=r"CUDA does not survive fork\(\): start the process with spawn"):
+    with pytest.raises(
+        SegmentError, match=r"CUDA does not survive fork\(\): start the process with spawn"
+    ):
         open_gpu(driver)
 
 
@@ -828,7 +903,9 @@ def test_granularity_is_the_minimum(driver: FakeDriver) -> None:
     assert open_gpu(driver).granularity() == driver.granularity
 
 
-def test_persistence_warning_is_for_this_device(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_persistence_warning_is_for_this_device(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "persistence_warning", lambda uuid: f"off on {uuid}")
     assert open_gpu(driver).persistence_warning() == f"off on {GPU}"
 
@@ -836,7 +913,9 @@ def test_persistence_warning_is_for_this_device(driver: FakeDriver, monkeypatch:
 # ---- the seam to torch
 
 
-def test_torch_that_copies_is_found_out(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_that_copies_is_found_out(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     arrays: list[Any] = []
@@ -848,7 +927,9 @@ def test_torch_that_copies_is_found_out(driver: FakeDriver, monkeypatch: pytest.
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
     backend = CudaBackend(GPU, driver)
     segment = backend.create(SIZE)
-    with pytest.raises(SegmentError, match=r"copied 2097152 bytes, mapped at 0x7f.* on cuda:0, to 0x1000 on cuda:0"):
+    with pytest.raises(
+        SegmentError, match=r"copied 2097152 bytes, mapped at 0x7f.* on cuda:0, to 0x1000 on cuda:0"
+    ):
         segment.tensor()
     assert arrays[0].__cuda_array_interface__ == {
         "shape": (SIZE,),
@@ -856,7 +937,9 @@ def test_torch_that_copies_is_found_out(driver: FakeDriver, monkeypatch: pytest.
         "data": (arrays[0].address, False),
         "version": 3,
     }
-    monkeypatch.setattr(torch, "as_tensor", lambda array, **_: types.SimpleNamespace(data_ptr=lambda: array.address))
+    monkeypatch.setattr(
+        torch, "as_tensor", lambda array, **_: types.SimpleNamespace(data_ptr=lambda: array.address)
+    )
     assert torch_tensor(arrays[0]).data_ptr() == arrays[0].address
     arrays.clear()
     gc.collect()
@@ -1204,7 +1287,9 @@ def pick(things: list[Any], which: int) -> Any:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Segments, descriptors, mappings and tensors come and go, with and without faults; nothing is lost or left."""
+    """Segments, descriptors, mappings and tensors come and go, with and without faults; nothing is
+    lost or left.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -1253,7 +1338,9 @@ class AnyOrder(RuleBasedStateMachine):
         call, nth = fault
         self.driver.fail(call, nth=nth)
         with pytest.raises(SegmentError, match=call):
-            self.backend.map([pick(self.descriptors, one)[0].dup() for one in which], [SIZE] * len(which))
+            self.backend.map(
+                [pick(self.descriptors, one)[0].dup() for one in which], [SIZE] * len(which)
+            )
 
     @precondition(some("mappings"))
     @rule(which=WHICH, segment=WHICH)
@@ -1307,7 +1394,9 @@ class AnyOrder(RuleBasedStateMachine):
         assert live.reservations == len(self.segments) + len(owners)
         assert live.blocks == len(self.copies)
         shown = [*self.tensors, *self.copies]
-        assert [tensor.read(0, 1) for tensor, _ in shown] == [bytes([number]) for _, number in shown]
+        assert [tensor.read(0, 1) for tensor, _ in shown] == [
+            bytes([number]) for _, number in shown
+        ]
         for mapping, numbers in self.mappings:
             assert [bytes(mapping.read(segment, 0, 1)) for segment in range(len(numbers))] == [
                 bytes([n]) for n in numbers
@@ -1324,4 +1413,6 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=25, stateful_step_count=25, deadline=None, derandomize=True)
+TestAnyOrder.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, derandomize=True
+)

@@ -1,4 +1,6 @@
-"""Host segments: sealed memfds whose bytes nobody can change, whatever an engine writes to its mapping of them."""
+"""Host segments: sealed memfds whose bytes nobody can change, whatever an engine writes to its
+mapping of them.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,10 @@ def test_private_copy_is_independent_of_the_mapping(backend: HostBackend) -> Non
 def test_each_view_has_a_storage_of_its_own(backend: HostBackend) -> None:
     mapping = backend.map([published(backend, b"x")], [PAGE])
     copy = mapping.private_copy(0)
-    for views in ([mapping.view(0, o, 512) for o in (0, 512, 512)], [copy.view(o, 512) for o in (0, 512, 512)]):
+    for views in (
+        [mapping.view(0, o, 512) for o in (0, 512, 512)],
+        [copy.view(o, 512) for o in (0, 512, 512)],
+    ):
         stores = [view.untyped_storage() for view in views]
         assert [store.data_ptr() - stores[0].data_ptr() for store in stores] == [0, 512, 512]
         assert [store.nbytes() for store in stores] == [512] * 3
@@ -188,7 +193,10 @@ def test_segment_with_a_live_tensor_is_not_published(backend: HostBackend) -> No
     view = segment.tensor()[4:8]
     with pytest.raises(SegmentError) as e:
         segment.publish()
-    assert str(e.value) == "a tensor over the host segment is still alive: it could change sealed bytes"
+    assert (
+        str(e.value)
+        == "a tensor over the host segment is still alive: it could change sealed bytes"
+    )
     view.fill_(1)
     del view
     mapping = backend.map([segment.publish()], [PAGE])
@@ -212,10 +220,15 @@ def test_published_segment_is_not_the_creators_any_more(backend: HostBackend) ->
 def test_size_off_the_page_is_refused(backend: HostBackend, nbytes: int) -> None:
     with pytest.raises(SegmentError) as e:
         backend.create(nbytes)
-    assert str(e.value) == f"a host segment of {nbytes} bytes: a positive multiple of {PAGE} is required"
+    assert (
+        str(e.value)
+        == f"a host segment of {nbytes} bytes: a positive multiple of {PAGE} is required"
+    )
 
 
-def test_more_than_there_is_is_refused(backend: HostBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_there_is_is_refused(
+    backend: HostBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -244,7 +257,9 @@ def other_descriptor(kind: str, tmp_path: Path) -> OwnedFd:
 
 
 @pytest.mark.parametrize("kind", ["unsealed", "file", "pipe", "null"])
-def test_descriptor_that_could_change_is_refused(backend: HostBackend, tmp_path: Path, kind: str) -> None:
+def test_descriptor_that_could_change_is_refused(
+    backend: HostBackend, tmp_path: Path, kind: str
+) -> None:
     fds = [published(backend, b"a"), other_descriptor(kind, tmp_path)]
     with pytest.raises(SegmentError) as e:
         backend.map(fds, [PAGE, PAGE])
@@ -286,19 +301,25 @@ def test_descriptors_and_sizes_must_be_as_many(backend: HostBackend) -> None:
 
 
 @pytest.mark.parametrize("method", ["view", "read"])
-@pytest.mark.parametrize(("offset_bytes", "nbytes"), [(-1, 1), (0, -1), (0, PAGE + 1), (1, PAGE), (PAGE + 1, 0)])
+@pytest.mark.parametrize(
+    ("offset_bytes", "nbytes"), [(-1, 1), (0, -1), (0, PAGE + 1), (1, PAGE), (PAGE + 1, 0)]
+)
 def test_range_outside_its_segment_is_refused(
     backend: HostBackend, method: str, offset_bytes: int, nbytes: int
 ) -> None:
     mapping = backend.map([published(backend, b"a")], [PAGE])
     with pytest.raises(SegmentError) as e:
         getattr(mapping, method)(0, offset_bytes, nbytes)
-    assert str(e.value) == f"{nbytes} bytes at {offset_bytes} reach outside segment 0 of {PAGE} bytes"
+    assert (
+        str(e.value) == f"{nbytes} bytes at {offset_bytes} reach outside segment 0 of {PAGE} bytes"
+    )
 
 
 @pytest.mark.parametrize("segment", [-1, 1])
 @pytest.mark.parametrize("method", ["view", "read", "private_copy"])
-def test_segment_that_is_not_mapped_is_refused(backend: HostBackend, method: str, segment: int) -> None:
+def test_segment_that_is_not_mapped_is_refused(
+    backend: HostBackend, method: str, segment: int
+) -> None:
     mapping = backend.map([published(backend, b"a")], [PAGE])
     arguments = () if method == "private_copy" else (0, 1)
     with pytest.raises(SegmentError) as e:
@@ -330,7 +351,9 @@ def test_driver_names_the_running_kernel(backend: HostBackend) -> None:
 
 def test_importing_the_backend_imports_no_torch() -> None:
     code = "import sys, weightcached.segments.host; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "False\n"
 
 

@@ -1,4 +1,6 @@
-"""Which weights of a draft are left out of its cache, since the engine takes the target's: by vLLM's rules."""
+"""Which weights of a draft are left out of its cache, since the engine takes the target's: by
+vLLM's rules.
+"""
 
 from __future__ import annotations
 
@@ -57,25 +59,53 @@ EMBED, HEADS = "model.embed_tokens", ["lm_head", "model.layers.4.shared_head.hea
     ("draft", "vllm_config", "expected"),
     [
         pytest.param({}, config(), [EMBED, *HEADS], id="mtp without flags"),
-        pytest.param({"has_own_embed_tokens": False, "has_own_lm_head": True}, config(), [EMBED], id="own head"),
-        pytest.param({"has_own_embed_tokens": True, "has_own_lm_head": False}, config(), HEADS, id="own embeddings"),
-        pytest.param({"has_own_embed_tokens": True, "has_own_lm_head": True}, config(), [], id="both its own"),
+        pytest.param(
+            {"has_own_embed_tokens": False, "has_own_lm_head": True},
+            config(),
+            [EMBED],
+            id="own head",
+        ),
+        pytest.param(
+            {"has_own_embed_tokens": True, "has_own_lm_head": False},
+            config(),
+            HEADS,
+            id="own embeddings",
+        ),
+        pytest.param(
+            {"has_own_embed_tokens": True, "has_own_lm_head": True}, config(), [], id="both its own"
+        ),
         pytest.param({"width": HIDDEN // 2}, config(), HEADS, id="narrower embeddings"),
         pytest.param({}, config(stages=2), HEADS, id="target's embeddings on another stage"),
-        pytest.param({"tied": True}, config(stages=2), HEADS[1:], id="head tied to embeddings that stay"),
-        pytest.param({"tied": True}, config(), [EMBED, *HEADS], id="head tied to embeddings that go too"),
+        pytest.param(
+            {"tied": True}, config(stages=2), HEADS[1:], id="head tied to embeddings that stay"
+        ),
+        pytest.param(
+            {"tied": True}, config(), [EMBED, *HEADS], id="head tied to embeddings that go too"
+        ),
         pytest.param({}, config(use_gemma4_mtp=True), [], id="a proposer with rules of its own"),
-        pytest.param({}, config(use_gemma4_mtp=False, use_step3p5_mtp=False), [EMBED, *HEADS], id="the usual proposer"),
+        pytest.param(
+            {},
+            config(use_gemma4_mtp=False, use_step3p5_mtp=False),
+            [EMBED, *HEADS],
+            id="the usual proposer",
+        ),
     ],
 )
-def test_left_out_is_what_the_engine_replaces(draft: dict[str, Any], vllm_config: Any, expected: list[str]) -> None:
+def test_left_out_is_what_the_engine_replaces(
+    draft: dict[str, Any], vllm_config: Any, expected: list[str]
+) -> None:
     model = Draft(**draft)
-    before = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    before = {
+        name: parameter.clone()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     assert shared.leave_out(model, vllm_config) == expected
     for name, parameter in model.named_parameters(remove_duplicate=False):
         left_out = name.removesuffix(".weight") in expected
         assert parameter.shape == before[name].shape
-        assert parameter.untyped_storage().nbytes() == (4 if left_out else before[name].nbytes), name
+        assert parameter.untyped_storage().nbytes() == (4 if left_out else before[name].nbytes), (
+            name
+        )
         assert left_out or torch.equal(parameter, before[name])
 
 
@@ -87,6 +117,10 @@ def test_what_is_left_out_is_attached_with_its_shape_and_costs_no_memory() -> No
         packed.prove()
         attached = packed.attach()
         weight = attached.model.embed_tokens.weight
-        assert (tuple(weight.shape), weight.device, weight.untyped_storage().nbytes()) == ((VOCAB, HIDDEN), CPU, 4)
+        assert (tuple(weight.shape), weight.device, weight.untyped_storage().nbytes()) == (
+            (VOCAB, HIDDEN),
+            CPU,
+            4,
+        )
         assert not weight.any()
         assert sum(s.nbytes for s in packed.index.storages) < 2 * VOCAB * HIDDEN * 4

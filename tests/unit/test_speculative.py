@@ -20,7 +20,10 @@ METHODS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     "eagle3": ({"method": "eagle3", "model": "org/d"}, "eagle3"),
     "eagle_by_name": ({"model": "org/EAGLE-Llama3"}, "eagle"),
     "eagle3_by_name": ({"model": "org/Qwen3-8B_eagle3"}, "eagle3"),
-    "eagle_although_called_a_draft_model": ({"method": "draft_model", "model": "org/EAGLE-Llama3"}, "eagle"),
+    "eagle_although_called_a_draft_model": (
+        {"method": "draft_model", "model": "org/EAGLE-Llama3"},
+        "eagle",
+    ),
     "another_head_by_name": ({"model": "org/Qwen3-dflash"}, "dflash"),
     "draft_model": ({"model": "org/small"}, "draft_model"),
     "medusa": ({"method": "medusa", "model": "org/m"}, "medusa"),
@@ -38,16 +41,24 @@ def test_method_is_the_one_that_vllm_resolves(name: str) -> None:
     assert has_cached_draft(engine) == (method in ("mtp", "eagle", "eagle3"))
 
 
-@pytest.mark.parametrize(("model_type", "method"), [("qwen3_next_mtp", "mtp"), ("llama", "draft_model")])
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("qwen3_next_mtp", "mtp"), ("llama", "draft_model")]
+)
 def test_method_that_nobody_names_is_read_from_the_drafts_configuration(
     tmp_path: Path, model_type: str, method: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert draft_method({"model": "org/t", "speculative_config": {"model": str(tmp_path)}}) == method
+    assert (
+        draft_method({"model": "org/t", "speculative_config": {"model": str(tmp_path)}}) == method
+    )
 
 
 def test_draft_with_a_load_configuration_of_its_own_has_no_cache() -> None:
-    speculative = {"method": "eagle", "model": "org/d", "draft_load_config": {"load_format": "dummy"}}
+    speculative = {
+        "method": "eagle",
+        "model": "org/d",
+        "draft_load_config": {"load_format": "dummy"},
+    }
     assert not has_cached_draft({"model": "org/t", "speculative_config": speculative})
 
 

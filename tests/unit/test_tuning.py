@@ -1,4 +1,6 @@
-"""When the loader tunes; that it does is in tests/engine/test_tuning.py. vLLM's two questions are stand-ins."""
+"""When the loader tunes; that it does is in tests/engine/test_tuning.py. vLLM's two questions are
+stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         has_device_capability=lambda needed: machine.capability >= needed
     )
     flashinfer.has_flashinfer = lambda: machine.flashinfer  # type: ignore[attr-defined]
-    for name, module in {"vllm": ModuleType("vllm"), "vllm.utils": ModuleType("vllm.utils")}.items():
+    for name, module in {
+        "vllm": ModuleType("vllm"),
+        "vllm.utils": ModuleType("vllm.utils"),
+    }.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setitem(sys.modules, "vllm.utils.flashinfer", flashinfer)

@@ -27,8 +27,12 @@ def settings(name: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture(params=["bin", "with %i; and space"])
-def installed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the installed unit files; the commands in them exist, under plain and under odd paths."""
+def installed(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The directory of the installed unit files; the commands in them exist, under plain and under
+    odd paths.
+    """
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / request.param
     folder.mkdir()
@@ -43,21 +47,30 @@ def verify(tmp_path: Path, *units: Path) -> subprocess.CompletedProcess[str]:
     runtime.mkdir(mode=0o700, exist_ok=True)
     environment = os.environ | {"XDG_RUNTIME_DIR": str(runtime)}
     command = ["systemd-analyze", "verify", "--user", "--man=no", *map(str, units)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("instance", [GPU, GPU.replace("GPU", "MIG"), "cpu0", "cpu999"])
-def test_systemd_finds_nothing_to_complain_about(installed: Path, tmp_path: Path, instance: str) -> None:
+def test_systemd_finds_nothing_to_complain_about(
+    installed: Path, tmp_path: Path, instance: str
+) -> None:
     service, *others = (installed / name for name in UNITS)
     seen = verify(tmp_path, service.with_name(f"weightcached@{instance}.service"), service, *others)
     assert (seen.returncode, seen.stdout, seen.stderr) == (0, "", "")
 
 
-def test_systemd_would_complain_about_a_command_that_is_gone(installed: Path, tmp_path: Path) -> None:
+def test_systemd_would_complain_about_a_command_that_is_gone(
+    installed: Path, tmp_path: Path
+) -> None:
     for command in tmp_path.glob("*/weightcached"):
         if command.is_symlink():
             command.unlink()
-    assert "is not executable: No such file or directory" in verify(tmp_path, installed / UNITS[0]).stderr
+    assert (
+        "is not executable: No such file or directory"
+        in verify(tmp_path, installed / UNITS[0]).stderr
+    )
 
 
 def test_systemd_would_complain_about_a_misspelt_setting(installed: Path, tmp_path: Path) -> None:
@@ -87,9 +100,13 @@ def test_service_behaves_as_the_daemon_expects() -> None:
 
 def test_back_off_gives_up_after_ten_failures_of_the_slowest_start() -> None:
     unit = settings("weightcached@.service")
-    assert (unit["Unit"]["StartLimitBurst"], unit["Unit"]["StartLimitIntervalSec"]) == ("10", "30min")
+    assert (unit["Unit"]["StartLimitBurst"], unit["Unit"]["StartLimitIntervalSec"]) == (
+        "10",
+        "30min",
+    )
     assert (unit["Service"]["RestartSec"], unit["Service"]["TimeoutStartSec"]) == ("200ms", "90s")
-    # A start that hangs until its time is up, ten times, with the pauses: inside the interval, or it never gives up.
+    # A start that hangs until its time is up, ten times, with the pauses: inside the interval, or
+    # it never gives up.
     assert 10 * (90 + 30 + 1) < 30 * 60
 
 
@@ -124,7 +141,11 @@ def example(tmp_path: Path, text: str) -> Any:
     checkpoint.mkdir(exist_ok=True)
     (checkpoint / "config.json").write_text("{}")
     path = tmp_path / "manifest.yaml"
-    path.write_text(text.replace("/srv/models/example", str(checkpoint)).replace("/opt/vllm/bin/python", "/bin/sh"))
+    path.write_text(
+        text.replace("/srv/models/example", str(checkpoint)).replace(
+            "/opt/vllm/bin/python", "/bin/sh"
+        )
+    )
     return load_manifest(path).models[0]
 
 
@@ -139,7 +160,11 @@ def test_example_manifest_loads_as_it_is_and_with_every_key_in_force(tmp_path: P
     assert plain.devices == ["all"]
     defaults = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     assert full.engine == plain.engine | defaults
-    assert (full.python, full.rendezvous, full.identity) == ("/bin/sh", plain.rendezvous, plain.identity)
+    assert (full.python, full.rendezvous, full.identity) == (
+        "/bin/sh",
+        plain.rendezvous,
+        plain.identity,
+    )
 
 
 def test_example_manifest_has_every_key_once() -> None:

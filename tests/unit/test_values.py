@@ -1,4 +1,6 @@
-"""Typed values: all on the list come back as they were, everything else is refused, and nothing is ever executed."""
+"""Typed values: all on the list come back as they were, everything else is refused, and nothing is
+ever executed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ HASHABLE = st.recursive(
     | st.integers(-(2**63), 2**64 - 1)
     | st.floats(allow_nan=False)
     | st.text()
-    | st.sampled_from([*Colour, *Flags, Outer.Inner.ONE, torch.float16, torch.device("cpu"), torch.device("cuda")]),
+    | st.sampled_from(
+        [*Colour, *Flags, Outer.Inner.ONE, torch.float16, torch.device("cpu"), torch.device("cuda")]
+    ),
     lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
     max_leaves=6,
 )
@@ -121,7 +125,10 @@ def test_everything_else_is_no_value(value: Any) -> None:
     [
         ([], "typed value []: expected a scalar or a map of one tag"),
         ({}, "typed value {}: expected a scalar or a map of one tag"),
-        ({"$list": [], "$set": []}, "typed value {'$list': [], '$set': []}: expected a scalar or a map of one tag"),
+        (
+            {"$list": [], "$set": []},
+            "typed value {'$list': [], '$set': []}: expected a scalar or a map of one tag",
+        ),
         (b"x", "typed value b'x': expected a scalar or a map of one tag"),
         ({"$pickle": "x"}, f"typed value has the unknown tag '$pickle': known are {TAGS}"),
         ({"$call": ["os", "system"]}, f"typed value has the unknown tag '$call': known are {TAGS}"),
@@ -129,14 +136,29 @@ def test_everything_else_is_no_value(value: Any) -> None:
         ({"$type": "vllm.X"}, f"typed value has the unknown tag '$type': known are {TAGS}"),
         ({"$dtype": "nn"}, "typed value $dtype 'nn': torch.nn is no dtype"),
         ({"$dtype": "load"}, "typed value $dtype 'load': torch.load is no dtype"),
-        ({"$dtype": "float33"}, "typed value $dtype 'float33': module 'torch' has no attribute 'float33'"),
+        (
+            {"$dtype": "float33"},
+            "typed value $dtype 'float33': module 'torch' has no attribute 'float33'",
+        ),
         ({"$tuple": 5}, "typed value $tuple 5: 'int' object is not iterable"),
         ({"$list": [{"$x": 1}]}, f"typed value has the unknown tag '$x': known are {TAGS}"),
-        ({"$dict": [[1]]}, "typed value $dict [[1]]: not enough values to unpack (expected 2, got 1)"),
+        (
+            {"$dict": [[1]]},
+            "typed value $dict [[1]]: not enough values to unpack (expected 2, got 1)",
+        ),
         ({"$set": [{"$list": []}]}, "typed value $set [{'$list': []}]: unhashable type: 'list'"),
-        ({"$enum": ["os", "system", "x"]}, "typed value $enum ['os', 'system', 'x']: os.system is no enum"),
-        ({"$enum": ["os", "path.join", "x"]}, "typed value $enum ['os', 'path.join', 'x']: os.path.join is no enum"),
-        ({"$enum": ["signal", "Signals", "NO"]}, "typed value $enum ['signal', 'Signals', 'NO']: 'NO'"),
+        (
+            {"$enum": ["os", "system", "x"]},
+            "typed value $enum ['os', 'system', 'x']: os.system is no enum",
+        ),
+        (
+            {"$enum": ["os", "path.join", "x"]},
+            "typed value $enum ['os', 'path.join', 'x']: os.path.join is no enum",
+        ),
+        (
+            {"$enum": ["signal", "Signals", "NO"]},
+            "typed value $enum ['signal', 'Signals', 'NO']: 'NO'",
+        ),
         ({"$enum": ["signal", "Signals", 9]}, "typed value $enum ['signal', 'Signals', 9]: 9"),
         (
             {"$enum": ["signal", "Signals", "__class__"]},
@@ -154,7 +176,10 @@ def test_everything_else_is_no_value(value: Any) -> None:
             {"$enum": ["signal", "Signals"]},
             "typed value $enum ['signal', 'Signals']: not enough values to unpack (expected 3, got 2)",
         ),
-        ({"$enum": [{}, "Signals", "X"]}, "typed value $enum [{}, 'Signals', 'X']: unhashable type: 'dict'"),
+        (
+            {"$enum": [{}, "Signals", "X"]},
+            "typed value $enum [{}, 'Signals', 'X']: unhashable type: 'dict'",
+        ),
     ],
     ids=str,
 )
@@ -190,7 +215,9 @@ def test_module_that_is_not_imported_stays_so() -> None:
     assert "antigravity" not in sys.modules
 
 
-def test_module_of_vllm_is_imported_where_it_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_module_of_vllm_is_imported_where_it_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     package = types.ModuleType("vllm")
     package.__path__ = [str(tmp_path)]
     monkeypatch.setitem(sys.modules, "vllm", package)
@@ -233,11 +260,15 @@ def test_nesting_beyond_all_bounds_is_refused(levels: int) -> None:
     }
 
 
-SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5)
+)
 TAGGED = st.sampled_from(TAGS.split(", ")) | st.text(max_size=3)
 JSON = st.recursive(
     SCALARS | st.binary(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TAGGED, inner, min_size=1, max_size=1),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(TAGGED, inner, min_size=1, max_size=1)
+    ),
     max_leaves=10,
 )
 

@@ -80,7 +80,10 @@ def test_changed_storages_are_named_by_their_first_tensor(packed: Packed, names:
 
 
 def test_storage_without_a_tensor_is_named_by_its_number() -> None:
-    index = an_index(segments=[SegmentRecord(4096, private=False)], storages=[StorageRecord(0, 0, 4096, bytes(16))])
+    index = an_index(
+        segments=[SegmentRecord(4096, private=False)],
+        storages=[StorageRecord(0, 0, 4096, bytes(16))],
+    )
     mapping = HostBackend().map([sealed_memfd("segment", bytes(4096))], [4096])
     assert list(wrong_storages(index, mapping)) == ["storage 0"]
 
@@ -98,7 +101,9 @@ Script = Callable[[Request], Iterable[Answer]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Script], StubDaemon]]:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Script], StubDaemon]]:
     """Start a scripted daemon of cpu0; verify_cache() leaves no descriptor behind."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     daemons: list[StubDaemon] = []
@@ -114,7 +119,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[S
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def handing_out(packed: Packed, segments: list[OwnedFd], index_fd: OwnedFd, announced: int) -> Script:
+def handing_out(
+    packed: Packed, segments: list[OwnedFd], index_fd: OwnedFd, announced: int
+) -> Script:
     def script(request: Request) -> Iterable[Answer]:
         assert request == Verify(cache="tiny/target")
         yield Ready(
@@ -125,13 +132,17 @@ def handing_out(packed: Packed, segments: list[OwnedFd], index_fd: OwnedFd, anno
             index_digest="x",
             descriptors=announced,
         )
-        yield Packet(encode(Descriptors(first=0)), [fd.fileno() for fd in (index_fd, *segments)][:announced])
+        yield Packet(
+            encode(Descriptors(first=0)), [fd.fileno() for fd in (index_fd, *segments)][:announced]
+        )
 
     return script
 
 
 @pytest.mark.parametrize("names", [[], ["large"]])
-def test_cache_of_a_daemon_is_verified(packed: Packed, run: Callable[[Script], StubDaemon], names: list[str]) -> None:
+def test_cache_of_a_daemon_is_verified(
+    packed: Packed, run: Callable[[Script], StubDaemon], names: list[str]
+) -> None:
     fds = [*changed(packed, *names), sealed_memfd("index", index_format.encode(packed.index))]
     run(handing_out(packed, fds[:-1], fds[-1], len(fds)))
     result = verify_cache("cpu0", "tiny/target")
@@ -161,7 +172,9 @@ def test_cache_that_cannot_be_verified_is_explained(
     assert str(e.value) == f"tiny/target on cpu0 cannot be verified: {text}"
 
 
-def test_missing_segment_is_a_fault_of_the_daemon(packed: Packed, run: Callable[[Script], StubDaemon]) -> None:
+def test_missing_segment_is_a_fault_of_the_daemon(
+    packed: Packed, run: Callable[[Script], StubDaemon]
+) -> None:
     fds = [*changed(packed), sealed_memfd("index", index_format.encode(packed.index))]
     run(handing_out(packed, fds[:-1], fds[-1], len(fds) - 1))
     with pytest.raises(ProtocolError) as e:
@@ -170,7 +183,9 @@ def test_missing_segment_is_a_fault_of_the_daemon(packed: Packed, run: Callable[
     assert str(e.value) == "tiny/target: 1 segments came, the index names 2"
 
 
-def test_index_that_is_not_sealed_is_a_fault_of_the_daemon(packed: Packed, run: Callable[[Script], StubDaemon]) -> None:
+def test_index_that_is_not_sealed_is_a_fault_of_the_daemon(
+    packed: Packed, run: Callable[[Script], StubDaemon]
+) -> None:
     unsealed = OwnedFd(os.memfd_create("index"))
     os.write(unsealed.fileno(), index_format.encode(packed.index))
     fds = [*changed(packed), unsealed]
@@ -178,13 +193,23 @@ def test_index_that_is_not_sealed_is_a_fault_of_the_daemon(packed: Packed, run: 
     with pytest.raises(WeightcachedError) as e:
         verify_cache("cpu0", "tiny/target")
     close_all(fds)
-    assert str(e.value) == "the index of tiny/target: the descriptor is not a memfd sealed against change"
+    assert (
+        str(e.value)
+        == "the index of tiny/target: the descriptor is not a memfd sealed against change"
+    )
 
 
 def test_daemon_that_hands_out_nothing_is_a_fault_of_the_daemon(
     packed: Packed, run: Callable[[Script], StubDaemon]
 ) -> None:
-    ready = Ready(cache="tiny/target", generation=1, nbytes=0, segment_nbytes=[], index_digest="x", descriptors=0)
+    ready = Ready(
+        cache="tiny/target",
+        generation=1,
+        nbytes=0,
+        segment_nbytes=[],
+        index_digest="x",
+        descriptors=0,
+    )
     run(lambda request: [ready])
     with pytest.raises(ProtocolError) as e:
         verify_cache("cpu0", "tiny/target")

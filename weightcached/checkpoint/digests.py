@@ -1,11 +1,13 @@
-"""Digests of weight files: a sample in milliseconds, the full one on all cores and kept in the user's cache.
+"""Digests of weight files: a sample in milliseconds, the full one on all cores and kept in the
+user's cache.
 
     $XDG_CACHE_HOME/weightcached/           0700, else ~/.cache/weightcached/
         digests/                            0700
             <device>-<inode>.json           0600, one per weight file, replaced by rename
 
-xxh3-128 guards against accidents, not against a forger: docs/identity.md says why that is enough. Every read stands
-between two looks at the file's status, so a digest never mixes two states of a file.
+xxh3-128 guards against accidents, not against a forger: docs/identity.md says why that is enough.
+Every read stands between two looks at the file's status, so a digest never mixes two states of a
+file.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from weightcached.checkpoint.files import StatTuple, check_unchanged, open_recor
 from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.errors import CheckpointError
 
-# Both are part of what a digest means: other values, other digests, and CACHE_FORMAT must then change.
+# Both are part of what a digest means: other values, other digests, and CACHE_FORMAT must then
+# change.
 CHUNK_BYTES = 64 << 20
 SAMPLE_BYTES = 4096
 CACHE_FORMAT = 1
@@ -50,7 +53,9 @@ class Source(NamedTuple):
 
 
 class CacheEntry(msgspec.Struct, frozen=True):
-    """One file's digest in the cache. `check` is the xxh3-64 of the other fields: a torn entry is no entry."""
+    """One file's digest in the cache. `check` is the xxh3-64 of the other fields: a torn entry is
+    no entry.
+    """
 
     format: int
     stat: StatTuple
@@ -59,7 +64,9 @@ class CacheEntry(msgspec.Struct, frozen=True):
 
 
 def combine(kind: str, parts: Sequence[tuple[int, bytes]]) -> str:
-    """One hex digest of (size, digest) per file, in reading order. `kind` keeps sample and full digests apart."""
+    """One hex digest of (size, digest) per file, in reading order. `kind` keeps sample and full
+    digests apart.
+    """
     hasher = xxhash.xxh3_128(f"weightcached {kind} {CACHE_FORMAT}\0".encode())
     for nbytes, digest in parts:
         hasher.update(nbytes.to_bytes(8, "little") + digest)
@@ -71,7 +78,9 @@ def check_current(source: Source) -> None:
     try:
         info = os.stat(source.path)
     except OSError as e:
-        raise CheckpointError(f"weight file {source.path} is gone since it was recorded: {e.strerror}") from e
+        raise CheckpointError(
+            f"weight file {source.path} is gone since it was recorded: {e.strerror}"
+        ) from e
     check_unchanged(source.path, source.stat, info)
 
 
@@ -79,7 +88,8 @@ def check_current(source: Source) -> None:
 
 
 def sample_file(source: Source) -> bytes:
-    """Digest of a file's header and of SAMPLE_BYTES from the start, middle and end of each of its tensors.
+    """Digest of a file's header and of SAMPLE_BYTES from the start, middle and end of each of its
+    tensors.
 
     Files of other kinds than safetensors are sampled at _UNSTRUCTURED_SAMPLES even distances.
     """
@@ -92,7 +102,8 @@ def sample_file(source: Source) -> bytes:
             ranges = sample_ranges([(tensor.begin, tensor.end) for tensor in header.tensors])
         else:
             ranges = sample_ranges(_even_spans(source.nbytes))
-        # All reads are in flight at once: on a cold disk or a network they would otherwise wait one after the other.
+        # All reads are in flight at once: on a cold disk or a network they would otherwise wait one
+        # after the other.
         for begin, end in ranges:
             os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
         for begin, end in ranges:
@@ -102,7 +113,8 @@ def sample_file(source: Source) -> bytes:
 
 
 def sample_ranges(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Start, middle and end of every span, each SAMPLE_BYTES, as (begin, end); neighbours are read in one go.
+    """Start, middle and end of every span, each SAMPLE_BYTES, as (begin, end); neighbours are read
+    in one go.
 
     `spans` are sorted and do not overlap; neither do the ranges.
     """
@@ -140,8 +152,9 @@ def digest_files(
 ) -> list[bytes]:
     """Digest of every byte of every file, on `workers` threads (default: one per usable core).
 
-    A file whose digest is cached under its present status is not opened. progress(done, total) counts bytes and is
-    called in this thread. Raises CheckpointError for a file that is not, or does not stay, as recorded.
+    A file whose digest is cached under its present status is not opened. progress(done, total)
+    counts bytes and is called in this thread. Raises CheckpointError for a file that is not, or
+    does not stay, as recorded.
     """
     for source in sources:
         check_current(source)
@@ -174,14 +187,16 @@ def usable_cores() -> int:
 def _digest_uncached(
     sources: Sequence[Source], workers: int, advance: Callable[[int], None]
 ) -> Iterator[tuple[Source, bytes]]:
-    """Digests as files become complete. Chunks, not files, are spread over the threads: a model of one large file
-    uses all cores too.
+    """Digests as files become complete. Chunks, not files, are spread over the threads: a model of
+    one large file uses all cores too.
     """
     # Imported here: an engine that decides on the first rung does not pay for it.
     from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
     stop = threading.Event()
-    chunks: dict[Source, list[bytes]] = {source: [b""] * -(-source.nbytes // CHUNK_BYTES) for source in sources}
+    chunks: dict[Source, list[bytes]] = {
+        source: [b""] * -(-source.nbytes // CHUNK_BYTES) for source in sources
+    }
     missing = {source: len(parts) for source, parts in chunks.items()}
     pool = ThreadPoolExecutor(workers, thread_name_prefix="weight-digest")
     try:
@@ -211,7 +226,9 @@ def _digest_chunk(source: Source, number: int, stop: threading.Event) -> bytes:
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_READ_BYTES))
     with open_recorded(source.path, source.stat) as fd:
-        for piece in _pieces(fd, source.path, number * CHUNK_BYTES, _chunk_end(source, number), buffer):
+        for piece in _pieces(
+            fd, source.path, number * CHUNK_BYTES, _chunk_end(source, number), buffer
+        ):
             # Somebody else failed: nobody asks for this chunk any more.
             if stop.is_set():
                 break
@@ -223,10 +240,11 @@ def _digest_chunk(source: Source, number: int, stop: threading.Event) -> bytes:
 
 
 class DigestCache:
-    """Digests of files by their status. Losing it costs time only, so faults of the cache are misses, never errors.
+    """Digests of files by their status. Losing it costs time only, so faults of the cache are
+    misses, never errors.
 
-    One entry per file, named by device and inode: a changed file replaces its own entry, and two processes that
-    write the same one both write the same content.
+    One entry per file, named by device and inode: a changed file replaces its own entry, and two
+    processes that write the same one both write the same content.
     """
 
     def __init__(self, directory: str | None) -> None:
@@ -256,7 +274,9 @@ class DigestCache:
             digest = bytes.fromhex(entry.digest)
         except (OSError, ValueError):  # msgspec.DecodeError is a ValueError
             return None
-        return digest if entry == _entry(key, entry.digest) and len(digest) == _DIGEST_BYTES else None
+        return (
+            digest if entry == _entry(key, entry.digest) and len(digest) == _DIGEST_BYTES else None
+        )
 
     def put(self, key: StatTuple, digest: bytes) -> None:
         """Keep a digest; does nothing where the directory cannot be written to."""
@@ -265,7 +285,11 @@ class DigestCache:
         # Random: two containers that share a home may also share process ids.
         temporary = os.path.join(self._directory, f".{os.urandom(8).hex()}")
         with suppress(OSError):
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = os.open(
+                temporary,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+            )
             try:
                 os.write(fd, msgspec.json.encode(_entry(key, digest.hex())))
                 os.rename(temporary, _path(self._directory, key))
@@ -279,7 +303,11 @@ class DigestCache:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+            if (
+                not stat.S_ISREG(info.st_mode)
+                or info.st_uid != os.geteuid()
+                or info.st_mode & 0o022
+            ):
                 return b""
             return os.read(fd, _MAX_ENTRY_BYTES)
         finally:

@@ -1,7 +1,9 @@
-"""Which weight files a model argument names, and how they are opened without trusting what lies at their paths.
+"""Which weight files a model argument names, and how they are opened without trusting what lies at
+their paths.
 
-Mirrors the choice of vLLM's default loader for local directories and for snapshots in the local Hub cache; asks no
-network. Reads no weights: safetensors_header.py and digests.py do that, through open_recorded().
+Mirrors the choice of vLLM's default loader for local directories and for snapshots in the local Hub
+cache; asks no network. Reads no weights: safetensors_header.py and digests.py do that, through
+open_recorded().
 """
 
 from __future__ import annotations
@@ -42,20 +44,30 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
 }
 _UNINDEXED = ("sharded_state", "runai_streamer_sharded")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
-_TRAINING_STATE = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_TRAINING_STATE = (
+    "training_args.bin",
+    "optimizer.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+)
 _GGUF_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _REPO_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 _BLOB_TARGET = re.compile(r"(?:.*/)?blobs/([0-9a-f]{64})")
 _MAX_INDEX_FILE_BYTES = 100_000_000
-# A sub-folder deeper than this holds no weights that a model reads; a loop of bind mounts ends here too.
+# A sub-folder deeper than this holds no weights that a model reads; a loop of bind mounts ends here
+# too.
 _MAX_DEPTH = 4
-# The kernel stamps ctime with its tick, at most 10 ms long: a file younger than this could change again unseen.
+# The kernel stamps ctime with its tick, at most 10 ms long: a file younger than this could change
+# again unseen.
 _SETTLE_S = 0.02
 _SETTLE_LIMIT_S = 1.0
 
 
 class WeightFile(NamedTuple):
-    """One weight file; `name` is relative to the root, `blob` the sha256 it is called by in a Hub cache, or empty."""
+    """One weight file; `name` is relative to the root, `blob` the sha256 it is called by in a Hub
+    cache, or empty.
+    """
 
     name: str
     stat: StatTuple
@@ -76,7 +88,8 @@ def find_weight_files(
 ) -> tuple[str, list[WeightFile]]:
     """The checkpoint's root and its weight files, in the order in which the engine reads them.
 
-    Opens no weight file. Waits up to a second for files that were written this very moment. Raises CheckpointError.
+    Opens no weight file. Waits up to a second for files that were written this very moment. Raises
+    CheckpointError.
     """
     if os.path.isfile(model):
         root, names = os.path.dirname(os.path.abspath(model)), _single_file(model)
@@ -95,8 +108,8 @@ def find_weight_files(
 
 
 def _reading_order(name: str) -> tuple[list[tuple[int, str]], str]:
-    # Digits count as numbers: shard 10 is read after shard 9. A tensor that stands in two shards keeps the last one's
-    # value, so the order is part of the identity.
+    # Digits count as numbers: shard 10 is read after shard 9. A tensor that stands in two shards
+    # keeps the last one's value, so the order is part of the identity.
     parts = re.split(r"([0-9]+)", os.path.basename(name))
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], name
 
@@ -107,18 +120,24 @@ def _reading_order(name: str) -> tuple[list[tuple[int, str]], str]:
 def _single_file(model: str) -> set[str]:
     name = os.path.basename(model)
     if not name.endswith(".gguf"):
-        raise CheckpointError(f"model {model} is a file: expected a directory, a .gguf file or a Hub repository")
+        raise CheckpointError(
+            f"model {model} is a file: expected a directory, a .gguf file or a Hub repository"
+        )
     shard = _GGUF_SHARD.fullmatch(name)
     if shard is None:
         return {name}
     stem, _, count = shard.groups()
     if int(count) > 10_000:
-        raise CheckpointError(f"model {model} says that it is one of {int(count)} files: at most 10000 are read")
+        raise CheckpointError(
+            f"model {model} says that it is one of {int(count)} files: at most 10000 are read"
+        )
     return {f"{stem}-{number:05d}-of-{count}.gguf" for number in range(1, int(count) + 1)}
 
 
 def hub_cache_dir() -> str:
-    """The Hub cache that huggingface_hub uses: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub."""
+    """The Hub cache that huggingface_hub uses: HF_HUB_CACHE, HF_HOME/hub or
+    ~/.cache/huggingface/hub.
+    """
     env = os.environ
     cache_home = env.get("XDG_CACHE_HOME", "~/.cache")
     home = env.get("HF_HOME", os.path.join(cache_home, "huggingface"))
@@ -134,7 +153,9 @@ def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str
     repo = os.path.join(download_dir or hub_cache_dir(), "models--" + model.replace("/", "--"))
     wanted = revision or "main"
     if ".." in wanted.split("/") or wanted.startswith("/"):
-        raise CheckpointError(f"revision {wanted!r} of model {model} is malformed: expected a branch, tag or commit")
+        raise CheckpointError(
+            f"revision {wanted!r} of model {model} is malformed: expected a branch, tag or commit"
+        )
     reference = os.path.join(repo, "refs", wanted)
     commit = wanted
     if os.path.isfile(reference):
@@ -152,7 +173,9 @@ def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str
 
 
 def _formats(root: str, load_format: str, *, hub: bool) -> list[str]:
-    """The format in force; for a Hub model in both formats both, as the engine's choice depends on the network."""
+    """The format in force; for a Hub model in both formats both, as the engine's choice depends on
+    the network.
+    """
     if load_format == "auto":
         if not _matching(root, _MISTRAL_PATTERN):
             return ["hf"]
@@ -171,7 +194,9 @@ def _choose(root: str, formats: list[str]) -> set[str]:
         for pattern in _PATTERNS[load_format]:
             found = _matching(root, pattern)
             if pattern.endswith(".safetensors") and load_format not in _UNINDEXED:
-                found = _indexed(root, found, _MISTRAL_INDEX if load_format == "mistral" else _HF_INDEX)
+                found = _indexed(
+                    root, found, _MISTRAL_INDEX if load_format == "mistral" else _HF_INDEX
+                )
             elif pattern == "*.bin":
                 _indexed(root, found, _BIN_INDEX)
             found = {name for name in found if not name.endswith(_TRAINING_STATE)}
@@ -186,7 +211,9 @@ def _matching(root: str, pattern: str) -> set[str]:
         entries = os.listdir(root)
     except OSError as e:
         raise CheckpointError(f"checkpoint directory {root} cannot be listed: {e.strerror}") from e
-    return {name for name in entries if not name.startswith(".") and fnmatch.fnmatchcase(name, pattern)}
+    return {
+        name for name in entries if not name.startswith(".") and fnmatch.fnmatchcase(name, pattern)
+    }
 
 
 def _indexed(root: str, found: set[str], index_name: str) -> set[str]:
@@ -197,20 +224,33 @@ def _indexed(root: str, found: set[str], index_name: str) -> set[str]:
     try:
         shards = set(msgspec.json.decode(_read_small(path), type=_Index).weight_map.values())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise CheckpointError(f"checkpoint index {path} is malformed: {e}; download the checkpoint again") from e
+        raise CheckpointError(
+            f"checkpoint index {path} is malformed: {e}; download the checkpoint again"
+        ) from e
     for shard in shards:
         if os.path.isabs(shard) or ".." in shard.split("/"):
-            raise CheckpointError(f"checkpoint index {path} names {shard!r}, outside the checkpoint: edit the index")
-    missing = sorted(shard for shard in shards if shard not in found and not os.path.exists(os.path.join(root, shard)))
+            raise CheckpointError(
+                f"checkpoint index {path} names {shard!r}, outside the checkpoint: edit the index"
+            )
+    missing = sorted(
+        shard
+        for shard in shards
+        if shard not in found and not os.path.exists(os.path.join(root, shard))
+    )
     if missing:
-        listed = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-        raise CheckpointError(f"checkpoint index {path} names shards that are missing: {listed}; download them again")
+        listed = ", ".join(missing[:10]) + (
+            f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        )
+        raise CheckpointError(
+            f"checkpoint index {path} names shards that are missing: {listed}; download them again"
+        )
     return {os.path.normpath(shard) for shard in shards}
 
 
 def _nested(root: str) -> set[str]:
-    """Weight files in sub-folders. Some models read them (projections of embedding models, audio encoders), which
-    only the model's class knows; one too many costs time, one too few would be a value that nobody compares.
+    """Weight files in sub-folders. Some models read them (projections of embedding models, audio
+    encoders), which only the model's class knows; one too many costs time, one too few would be a
+    value that nobody compares.
     """
     names: set[str] = set()
     for directory, folders, files in os.walk(root):
@@ -221,7 +261,9 @@ def _nested(root: str) -> set[str]:
             names |= {
                 os.path.join(inner, name)
                 for name in files
-                if name.endswith(_WEIGHT_SUFFIXES) and not name.startswith(".") and not name.endswith(_TRAINING_STATE)
+                if name.endswith(_WEIGHT_SUFFIXES)
+                and not name.startswith(".")
+                and not name.endswith(_TRAINING_STATE)
             }
     return names
 
@@ -244,18 +286,23 @@ def kind_of(mode: int) -> str:
 
 
 def _settled(root: str, names: list[str]) -> list[WeightFile]:
-    """The files' records, made when none of them is so young that its next change could leave the same ctime."""
+    """The files' records, made when none of them is so young that its next change could leave the
+    same ctime.
+    """
     deadline = time.monotonic() + _SETTLE_LIMIT_S
     while True:
         files = [_look(root, name) for name in names]
         youngest = max(files, key=lambda file: file.stat[4])
         age_s = (time.time_ns() - youngest.stat[4]) / 1e9
-        # A ctime in the future comes from a clock that was set back; waiting for it would be no use.
+        # A ctime in the future comes from a clock that was set back; waiting for it would be no
+        # use.
         if not 0 <= age_s < _SETTLE_S:
             return files
         if time.monotonic() > deadline:
             path = os.path.join(root, youngest.name)
-            raise CheckpointError(f"weight file {path} is being written: start again when the checkpoint is complete")
+            raise CheckpointError(
+                f"weight file {path} is being written: start again when the checkpoint is complete"
+            )
         time.sleep(_SETTLE_S - age_s)
 
 
@@ -264,11 +311,17 @@ def _look(root: str, name: str) -> WeightFile:
     try:
         info = os.stat(path)
     except OSError as e:
-        raise CheckpointError(f"weight file {path} cannot be read: {e.strerror}; download the checkpoint again") from e
+        raise CheckpointError(
+            f"weight file {path} cannot be read: {e.strerror}; download the checkpoint again"
+        ) from e
     if not stat.S_ISREG(info.st_mode):
-        raise CheckpointError(f"weight file {path} is {kind_of(info.st_mode)}: expected a regular file")
+        raise CheckpointError(
+            f"weight file {path} is {kind_of(info.st_mode)}: expected a regular file"
+        )
     if not os.access(path, os.R_OK, effective_ids=True):
-        raise CheckpointError(f"weight file {path} cannot be read: Permission denied; chmod u+r it or run as its owner")
+        raise CheckpointError(
+            f"weight file {path} cannot be read: Permission denied; chmod u+r it or run as its owner"
+        )
     return WeightFile(name, stat_tuple(info), _blob(path))
 
 
@@ -281,7 +334,9 @@ def _blob(path: str) -> str:
 
 
 def open_regular(path: str, what: str = "weight file") -> tuple[int, os.stat_result]:
-    """A descriptor of a regular file and its status; the caller closes it. Never waits for a FIFO's writer."""
+    """A descriptor of a regular file and its status; the caller closes it. Never waits for a FIFO's
+    writer.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as e:
@@ -291,7 +346,9 @@ def open_regular(path: str, what: str = "weight file") -> tuple[int, os.stat_res
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise CheckpointError(f"{what} {path} is {kind_of(info.st_mode)}: expected a regular file")
+            raise CheckpointError(
+                f"{what} {path} is {kind_of(info.st_mode)}: expected a regular file"
+            )
     except BaseException:
         os.close(fd)
         raise
@@ -300,7 +357,9 @@ def open_regular(path: str, what: str = "weight file") -> tuple[int, os.stat_res
 
 @contextmanager
 def open_recorded(path: str, recorded: StatTuple) -> Iterator[int]:
-    """A descriptor of a file that is, and at the end still is, as recorded. Raises CheckpointError."""
+    """A descriptor of a file that is, and at the end still is, as recorded. Raises
+    CheckpointError.
+    """
     fd, info = open_regular(path)
     try:
         check_unchanged(path, recorded, info)
@@ -327,7 +386,9 @@ def read_at(fd: int, path: str, buffer: memoryview, offset: int) -> None:
         try:
             n = os.preadv(fd, [buffer[done:]], offset + done)
         except OSError as e:
-            raise CheckpointError(f"weight file {path} cannot be read at byte {offset + done}: {e.strerror}") from e
+            raise CheckpointError(
+                f"weight file {path} cannot be read at byte {offset + done}: {e.strerror}"
+            ) from e
         if n == 0:
             raise CheckpointError(
                 f"weight file {path} ends at byte {offset + done}, expected {offset + len(buffer)}: it was cut short"
@@ -339,7 +400,9 @@ def _read_small(path: str) -> bytes:
     fd, info = open_regular(path, "file")
     try:
         if info.st_size > _MAX_INDEX_FILE_BYTES:
-            raise CheckpointError(f"file {path} has {info.st_size} bytes: expected at most {_MAX_INDEX_FILE_BYTES}")
+            raise CheckpointError(
+                f"file {path} has {info.st_size} bytes: expected at most {_MAX_INDEX_FILE_BYTES}"
+            )
         data = bytearray(info.st_size)
         read_at(fd, path, memoryview(data), 0)
     finally:

@@ -1,12 +1,12 @@
 """Checkpoint identity: decide whether two checkpoints hold the same values, as cheaply as is safe.
 
-The ladder of docs/identity.md: same files, Hub blobs, sample, full digest; the first decisive rung counts.
-Torch-free; used by the daemon, the loader child and the engine. Which files count is files.py's, reading
-them safetensors_header.py's and digests.py's business.
+The ladder of docs/identity.md: same files, Hub blobs, sample, full digest; the first decisive rung
+counts. Torch-free; used by the daemon, the loader child and the engine. Which files count is
+files.py's, reading them safetensors_header.py's and digests.py's business.
 
 `python -m weightcached.checkpoint.identity full` is the daemon's low-priority child: an identity as
-JSON on standard input,
-the same one with its full digest on standard output; a failure is one line on standard error and exit status 1.
+JSON on standard input, the same one with its full digest on standard output; a failure is one line
+on standard error and exit status 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _MAX_ROOT_CHARS = 4_096
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One weight file as it was when it was read. `blob` is its sha256 name where the Hub cache gives one."""
+    """One weight file as it was when it was read. `blob` is its sha256 name where the Hub cache
+    gives one.
+    """
 
     name: Annotated[str, Meta(max_length=1_000)]
     device: int
@@ -59,36 +61,52 @@ class CheckpointIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_checkpoint(
-    model: str, *, revision: str | None = None, download_dir: str | None = None, load_format: str = "auto"
+    model: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    load_format: str = "auto",
 ) -> CheckpointIdentity:
-    """Record the weight files that the engine would read for this model argument, without opening one.
+    """Record the weight files that the engine would read for this model argument, without opening
+    one.
 
-    `model` is a directory, a .gguf file or a Hub repository whose snapshot is in the local cache (`download_dir`, or
-    the one that HF_HUB_CACHE and HF_HOME name). Files come in reading order. Call it before the weights are read and
-    changed_files() after, so that the record stands for what was read. Raises CheckpointError.
+    `model` is a directory, a .gguf file or a Hub repository whose snapshot is in the local cache
+    (`download_dir`, or the one that HF_HUB_CACHE and HF_HOME name). Files come in reading order.
+    Call it before the weights are read and changed_files() after, so that the record stands for
+    what was read. Raises CheckpointError.
     """
-    root, found = find_weight_files(model, revision=revision, download_dir=download_dir, load_format=load_format)
+    root, found = find_weight_files(
+        model, revision=revision, download_dir=download_dir, load_format=load_format
+    )
     if len(found) > MAX_FILES:
-        raise CheckpointError(f"checkpoint {root} has {len(found)} weight files: at most {MAX_FILES} are compared")
+        raise CheckpointError(
+            f"checkpoint {root} has {len(found)} weight files: at most {MAX_FILES} are compared"
+        )
     for path, limit in [(root, _MAX_ROOT_CHARS), *((file.name, _MAX_NAME_CHARS) for file in found)]:
         # What os.fsdecode() could not decode cannot travel in a message either.
         if len(path) > limit or any("\ud800" <= char <= "\udfff" for char in path):
-            raise CheckpointError(f"path {path[:200]!r} is longer than {limit} characters or not UTF-8: rename it")
-    return CheckpointIdentity(root=root, files=[FileRecord(file.name, *file.stat, file.blob) for file in found])
+            raise CheckpointError(
+                f"path {path[:200]!r} is longer than {limit} characters or not UTF-8: rename it"
+            )
+    return CheckpointIdentity(
+        root=root, files=[FileRecord(file.name, *file.stat, file.blob) for file in found]
+    )
 
 
 def check_headers(identity: CheckpointIdentity) -> int:
     """Check the header of every safetensors file; returns the bytes of all tensors.
 
-    Files of other kinds count with their size. The sum bounds what a load reads from above: files in sub-folders,
-    which few models read, count too. Raises CheckpointError naming file, tensor and value.
+    Files of other kinds count with their size. The sum bounds what a load reads from above: files
+    in sub-folders, which few models read, count too. Raises CheckpointError naming file, tensor and
+    value.
     """
     total = 0
     for source in _sources(identity):
         with open_recorded(source.path, source.stat) as fd:
             if source.path.endswith(".safetensors"):
                 total += sum(
-                    tensor.end - tensor.begin for tensor in read_header(fd, source.path, source.nbytes).tensors
+                    tensor.end - tensor.begin
+                    for tensor in read_header(fd, source.path, source.nbytes).tensors
                 )
             elif source.nbytes:
                 total += source.nbytes
@@ -103,22 +121,31 @@ def changed_files(identity: CheckpointIdentity) -> list[str]:
 
 
 def sample_digest(identity: CheckpointIdentity) -> str:
-    """Digest of the headers and of a few KiB of every tensor. Raises CheckpointError for a file not as recorded."""
-    return combine("sample", [(source.nbytes, sample_file(source)) for source in _sources(identity)])
+    """Digest of the headers and of a few KiB of every tensor. Raises CheckpointError for a file not
+    as recorded.
+    """
+    return combine(
+        "sample", [(source.nbytes, sample_file(source)) for source in _sources(identity)]
+    )
 
 
 def full_digest(
-    identity: CheckpointIdentity, *, progress: Callable[[int, int], None] | None = None, workers: int | None = None
+    identity: CheckpointIdentity,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    workers: int | None = None,
 ) -> str:
     """Digest of every byte of every file, in reading order; names do not count.
 
-    progress(done_bytes, total_bytes) is called in this thread. `workers` are threads, by default one per usable core.
-    Files that were read before and have not changed since are not opened again. Raises CheckpointError for a file that
-    is not, or does not stay, as recorded.
+    progress(done_bytes, total_bytes) is called in this thread. `workers` are threads, by default
+    one per usable core. Files that were read before and have not changed since are not opened
+    again. Raises CheckpointError for a file that is not, or does not stay, as recorded.
     """
     sources = _sources(identity)
     digests = digest_files(sources, progress=progress, workers=workers)
-    return combine("full", [(source.nbytes, digest) for source, digest in zip(sources, digests, strict=True)])
+    return combine(
+        "full", [(source.nbytes, digest) for source, digest in zip(sources, digests, strict=True)]
+    )
 
 
 def with_sample(identity: CheckpointIdentity) -> CheckpointIdentity:
@@ -127,10 +154,15 @@ def with_sample(identity: CheckpointIdentity) -> CheckpointIdentity:
 
 
 def with_full(
-    identity: CheckpointIdentity, *, progress: Callable[[int, int], None] | None = None, workers: int | None = None
+    identity: CheckpointIdentity,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    workers: int | None = None,
 ) -> CheckpointIdentity:
     """A copy with the full digest filled in; see full_digest()."""
-    return msgspec.structs.replace(identity, full=full_digest(identity, progress=progress, workers=workers))
+    return msgspec.structs.replace(
+        identity, full=full_digest(identity, progress=progress, workers=workers)
+    )
 
 
 def _sources(identity: CheckpointIdentity) -> list[Source]:
@@ -174,12 +206,16 @@ class Need(Decision, frozen=True):
 
 
 def decide(
-    cached: CheckpointIdentity, asked: CheckpointIdentity, *, mode: Literal["full", "sampled"] = "full"
+    cached: CheckpointIdentity,
+    asked: CheckpointIdentity,
+    *,
+    mode: Literal["full", "sampled"] = "full",
 ) -> Decision:
     """Compare two records by the first decisive rung; reads nothing.
 
-    Digests that are there and differ count before anything cheaper. In mode "sampled" equal samples are equal
-    checkpoints. An empty list of files equals nothing, not even itself. A Need that is met never comes back.
+    Digests that are there and differ count before anything cheaper. In mode "sampled" equal samples
+    are equal checkpoints. An empty list of files equals nothing, not even itself. A Need that is
+    met never comes back.
     """
     refuted = _refuted(cached, asked)
     if refuted:
@@ -223,8 +259,9 @@ def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity) -> str:
 def _same_blobs(cached: CheckpointIdentity, asked: CheckpointIdentity) -> bool:
     """Whether both are, file by file, the same Hub blobs.
 
-    A blob's name vouches for its bytes only while nobody writes to it. Where both records mean one and the same blob
-    file, by inode or by its place in one cache, and its status is not the same, somebody did.
+    A blob's name vouches for its bytes only while nobody writes to it. Where both records mean one
+    and the same blob file, by inode or by its place in one cache, and its status is not the same,
+    somebody did.
     """
     one_cache = _hub_repository(cached.root) == _hub_repository(asked.root)
     for ours, theirs in zip(cached.files, asked.files, strict=True):
@@ -244,7 +281,9 @@ def _hub_repository(snapshot: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`full`: identity from standard input, the same with its full digest to standard output. Returns the status."""
+    """`full`: identity from standard input, the same with its full digest to standard output.
+    Returns the status.
+    """
     if list(argv) != ["full"]:
         sys.stderr.write("usage: python -m weightcached.checkpoint.identity full < identity.json\n")
         return EXIT_USAGE
@@ -263,7 +302,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lower_priority() -> None:
-    """Leave processor and disk to the engines. The kernel derives the disk's priority from the nice value."""
+    """Leave processor and disk to the engines. The kernel derives the disk's priority from the nice
+    value.
+    """
     os.nice(19)
 
 

@@ -16,7 +16,8 @@ import msgspec
 from weightcached.checkpoint.files import read_at
 from weightcached.errors import CheckpointError
 
-# The limits of the format's own library; MAX_TENSORS is ours and bounds the memory that a hostile header can take.
+# The limits of the format's own library; MAX_TENSORS is ours and bounds the memory that a hostile
+# header can take.
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 500_000
 MAX_DIMENSIONS = 64
@@ -28,7 +29,9 @@ _BITS = {
     "F4": 4,
     "F6_E2M3": 6,
     "F6_E3M2": 6,
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+    ),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
@@ -44,7 +47,9 @@ class TensorSpan(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A checked header. `raw` is the JSON as it stands in the file; `tensors` come in the order of their bytes."""
+    """A checked header. `raw` is the JSON as it stands in the file; `tensors` come in the order of
+    their bytes.
+    """
 
     raw: bytes
     tensors: list[TensorSpan]
@@ -62,15 +67,21 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 
 
 def read_header(fd: int, path: str, file_nbytes: int) -> Header:
-    """Read and check the header of a safetensors file. Raises CheckpointError naming file, tensor and value."""
+    """Read and check the header of a safetensors file. Raises CheckpointError naming file, tensor
+    and value.
+    """
     raw = _read_raw(fd, path, file_nbytes)
     if raw.count(b":") > 4 * MAX_TENSORS:
-        raise CheckpointError(f"weight file {path}: its header describes more than {MAX_TENSORS} tensors")
+        raise CheckpointError(
+            f"weight file {path}: its header describes more than {MAX_TENSORS} tensors"
+        )
     try:
         entries = _entries.decode(raw)
         _metadata.decode(entries.pop(_METADATA, msgspec.Raw(b"{}")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise CheckpointError(f"weight file {path}: its header is no safetensors header: {e}") from e
+        raise CheckpointError(
+            f"weight file {path}: its header is no safetensors header: {e}"
+        ) from e
     data_begin = _LENGTH_BYTES + len(raw)
     tensors = [_span(path, name, entry, data_begin) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
@@ -87,7 +98,9 @@ def _read_raw(fd: int, path: str, file_nbytes: int) -> bytes:
     prefix = bytearray(_LENGTH_BYTES)
     read_at(fd, path, memoryview(prefix), 0)
     if prefix == _LFS_POINTER:
-        raise CheckpointError(f"weight file {path} is a Git LFS pointer, not the weights: git lfs pull")
+        raise CheckpointError(
+            f"weight file {path} is a Git LFS pointer, not the weights: git lfs pull"
+        )
     nbytes = int.from_bytes(prefix, "little")
     if nbytes > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -137,7 +150,9 @@ def _span(path: str, name: str, raw: msgspec.Raw, data_begin: int) -> TensorSpan
     return TensorSpan(name, data_begin + begin, data_begin + end)
 
 
-def _check_coverage(path: str, tensors: list[TensorSpan], data_begin: int, file_nbytes: int) -> None:
+def _check_coverage(
+    path: str, tensors: list[TensorSpan], data_begin: int, file_nbytes: int
+) -> None:
     expected = data_begin
     for tensor in tensors:
         if tensor.end > file_nbytes:
@@ -146,7 +161,11 @@ def _check_coverage(path: str, tensors: list[TensorSpan], data_begin: int, file_
                 "it was cut short; download it again"
             )
         if tensor.begin != expected:
-            fault = "overlaps the tensor before it" if tensor.begin < expected else "leaves a gap before it"
+            fault = (
+                "overlaps the tensor before it"
+                if tensor.begin < expected
+                else "leaves a gap before it"
+            )
             raise CheckpointError(
                 f"weight file {path}: tensor {tensor.name!r} {fault}: it begins at byte {tensor.begin}, "
                 f"expected {expected}"

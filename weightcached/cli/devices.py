@@ -1,4 +1,6 @@
-"""`weightcachectl devices`: the GPUs of this machine, and the devices that the manifest or a socket names."""
+"""`weightcachectl devices`: the GPUs of this machine, and the devices that the manifest or a socket
+names.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Device(NamedTuple):
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs of this machine; none where there is no driver. Raises WeightcachedError where one does not answer."""
+    """The GPUs of this machine; none where there is no driver. Raises WeightcachedError where one
+    does not answer.
+    """
     try:
         module = importlib.import_module("weightcached.system.gpus")
     except ImportError:
@@ -45,15 +49,27 @@ def all_devices() -> tuple[list[Device], list[str]]:
     """Every device there is or that is named somewhere, and what could not be found out."""
     problems: list[str] = []
     gpus, sockets, manifest = _gpus(problems), _sockets(problems), _manifest(problems)
-    placed = {device for model in manifest.models for device in model.devices if device != ALL} if manifest else set()
-    names = list(gpus) + sorted((placed | sockets) - set(gpus), key=lambda device: (not is_host_device(device), device))
+    placed = (
+        {device for model in manifest.models for device in model.devices if device != ALL}
+        if manifest
+        else set()
+    )
+    names = list(gpus) + sorted(
+        (placed | sockets) - set(gpus), key=lambda device: (not is_host_device(device), device)
+    )
     devices = []
     for name in names:
         gpu = gpus.get(name)
         absent = "host memory" if is_host_device(name) else "not in this machine"
         models = [model.name for model in manifest.on(name)] if manifest else []
         devices.append(
-            Device(name, gpu.name if gpu else absent, gpu.total_bytes if gpu else 0, name in sockets, models)
+            Device(
+                name,
+                gpu.name if gpu else absent,
+                gpu.total_bytes if gpu else 0,
+                name in sockets,
+                models,
+            )
         )
     return devices, problems
 

@@ -1,7 +1,7 @@
 """`weightcachectl doctor`: look at everything that a daemon and its engines need; change nothing.
 
-Each check gives findings: one line each, with the command that mends it. A check that cannot look says so instead
-of passing.
+Each check gives findings: one line each, with the command that mends it. A check that cannot look
+says so instead of passing.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from weightcached.system.units import UNITS, config_home, unit_dir
 # FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
 SYSTEMD_MIN = 246
 KERNEL_MIN = (5, 3)
-# A GPU of 300 GiB in segments of 1 GiB, twice during a reload, and some hundred engines; the unit asks for more.
+# A GPU of 300 GiB in segments of 1 GiB, twice during a reload, and some hundred engines; the unit
+# asks for more.
 OPEN_FILES_MIN = 2048
-# Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU is broken.
+# Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU
+# is broken.
 _ASK_INTERPRETER = """
 import json, importlib.metadata as m
 def version(name):
@@ -92,11 +94,17 @@ def _manifest() -> tuple[Manifest | None, Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("version", "ok", f"weightcached {__version__}, Python {sys.version.split()[0]}, {sys.executable}")
+    yield Finding(
+        "version",
+        "ok",
+        f"weightcached {__version__}, Python {sys.version.split()[0]}, {sys.executable}",
+    )
     kernel = os.uname().release
     numbers = tuple(int(n) for n in re.findall(r"\d+", kernel)[:2])
     if numbers < KERNEL_MIN:
-        yield Finding("kernel", "fail", f"Linux {kernel}, needed is 5.3 (pidfd_open)", "boot a newer kernel")
+        yield Finding(
+            "kernel", "fail", f"Linux {kernel}, needed is 5.3 (pidfd_open)", "boot a newer kernel"
+        )
     else:
         yield Finding("kernel", "ok", f"Linux {kernel}")
     systemd = re.match(r"systemd (\d+)", output("systemctl", "--version") or "")
@@ -118,7 +126,9 @@ def _open_files() -> Finding:
         drop_in = "/etc/systemd/system/user@.service.d/weightcached.conf"
         fix = f"printf '[Service]\\nLimitNOFILE=8192\\n' | sudo install -D /dev/stdin {drop_in}; log in again"
         return Finding("open files", "warn", text, fix)
-    return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}")
+    return Finding(
+        "open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"at most {hard}"
+    )
 
 
 def _session() -> Iterator[Finding]:
@@ -130,8 +140,11 @@ def _session() -> Iterator[Finding]:
         yield Finding("linger", "ok", "units of this user run without a login")
     else:
         text = "off: units of this user, and what they hold, end with the last login"
-        # Without polkit logind grants that to root alone. Without the number it is for whom the session belongs to.
-        yield Finding("linger", "warn", text, f"loginctl enable-linger {uid} (as root where that is denied)")
+        # Without polkit logind grants that to root alone. Without the number it is for whom the
+        # session belongs to.
+        yield Finding(
+            "linger", "warn", text, f"loginctl enable-linger {uid} (as root where that is denied)"
+        )
     yield _xdg_runtime_dir(uid)
 
 
@@ -143,12 +156,24 @@ def _xdg_runtime_dir(uid: int) -> Finding:
     try:
         info = Path(value).stat()
     except OSError as e:
-        return Finding("XDG_RUNTIME_DIR", "fail", f"{value}: {e.strerror}", f"loginctl enable-linger {uid}; {fix}")
+        return Finding(
+            "XDG_RUNTIME_DIR",
+            "fail",
+            f"{value}: {e.strerror}",
+            f"loginctl enable-linger {uid}; {fix}",
+        )
     if info.st_uid != uid:
-        return Finding("XDG_RUNTIME_DIR", "fail", f"{value} belongs to uid {info.st_uid}, expected {uid}", fix)
+        return Finding(
+            "XDG_RUNTIME_DIR", "fail", f"{value} belongs to uid {info.st_uid}, expected {uid}", fix
+        )
     if info.st_mode & 0o077:
         mode = f"{stat.S_IMODE(info.st_mode):04o}"
-        return Finding("XDG_RUNTIME_DIR", "fail", f"{value} has mode {mode}, expected 0700", f"chmod 700 {value}")
+        return Finding(
+            "XDG_RUNTIME_DIR",
+            "fail",
+            f"{value} has mode {mode}, expected 0700",
+            f"chmod 700 {value}",
+        )
     return Finding("XDG_RUNTIME_DIR", "ok", value)
 
 
@@ -186,9 +211,19 @@ def _exec_start(path: Path) -> Finding:
         try:
             command = shlex.split(line)[0].replace("%%", "%").replace("%h", str(Path.home()))
         except (ValueError, IndexError):
-            return Finding("unit", "fail", f"{path}: cannot be understood: {line!r}", f"systemd-analyze verify {path}")
+            return Finding(
+                "unit",
+                "fail",
+                f"{path}: cannot be understood: {line!r}",
+                f"systemd-analyze verify {path}",
+            )
         if not os.access(command, os.X_OK):
-            return Finding("unit", "fail", f"{path} runs {command}, which is no executable", "weightcachectl install")
+            return Finding(
+                "unit",
+                "fail",
+                f"{path} runs {command}, which is no executable",
+                "weightcachectl install",
+            )
     return Finding("unit", "ok", str(path))
 
 
@@ -205,7 +240,9 @@ def _unreachable_units() -> Iterator[Finding]:
 
 
 def _failed_units() -> Iterator[Finding]:
-    """Units that the manager has given up: after too many failures, or after one that a restart cannot mend."""
+    """Units that the manager has given up: after too many failures, or after one that a restart
+    cannot mend.
+    """
     for name, device in units_that_are("failed"):
         fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start {device}"
         yield Finding("unit", "fail", f"{name} has failed and is not started again", fix)
@@ -215,12 +252,19 @@ def _runtime_directory() -> Iterator[Finding]:
     try:
         directory = runtime_dir()
     except RuntimePathError as e:
-        fix = f"loginctl enable-linger {os.getuid()}; export XDG_RUNTIME_DIR=/run/user/{os.getuid()}"
+        fix = (
+            f"loginctl enable-linger {os.getuid()}; export XDG_RUNTIME_DIR=/run/user/{os.getuid()}"
+        )
         yield Finding("runtime directory", "fail", str(e), fix)
         return
     if is_full(directory.parent):
         text = f"{directory.parent} has no room for another file"
-        yield Finding("runtime directory", "fail", text, f"df -i {directory.parent}; rm what is not needed there")
+        yield Finding(
+            "runtime directory",
+            "fail",
+            text,
+            f"df -i {directory.parent}; rm what is not needed there",
+        )
     if not os.path.lexists(directory):
         yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
         return
@@ -242,14 +286,23 @@ def _cache_directory() -> Finding:
     try:
         info = os.statvfs(there)
     except OSError as e:
-        return Finding("cache directory", "warn", f"{there}: {e.strerror}: {again}", f"ls -ld {there}")
+        return Finding(
+            "cache directory", "warn", f"{there}: {e.strerror}: {again}", f"ls -ld {there}"
+        )
     if info.f_flag & os.ST_RDONLY:
         fix = f"mount -o remount,rw {there} (as root), or export XDG_CACHE_HOME=…"
         return Finding("cache directory", "warn", f"{there} is read-only: {again}", fix)
     if not os.access(there, os.W_OK | os.X_OK):
-        return Finding("cache directory", "warn", f"{there} is not writable: {again}", f"chmod u+wx {there}")
+        return Finding(
+            "cache directory", "warn", f"{there} is not writable: {again}", f"chmod u+wx {there}"
+        )
     if there == directory and there.stat().st_mode & 0o022:
-        return Finding("cache directory", "warn", f"{there} can be written by others: {again}", f"chmod go-w {there}")
+        return Finding(
+            "cache directory",
+            "warn",
+            f"{there} can be written by others: {again}",
+            f"chmod go-w {there}",
+        )
     if info.f_bavail == 0 or is_full(there):
         fix = f"df -h {there}; rm what is not needed there"
         return Finding("cache directory", "warn", f"{there} is full: {again}", fix)
@@ -272,16 +325,22 @@ def _socket(path: Path) -> Finding:
         check_socket(path)
         mode = stat.S_IMODE(os.lstat(path).st_mode)
         if mode & 0o077:
-            return Finding("socket", "fail", f"{path} has mode {mode:04o}, expected 0600", f"chmod 600 {path}")
+            return Finding(
+                "socket", "fail", f"{path} has mode {mode:04o}, expected 0600", f"chmod 600 {path}"
+            )
         reply = ask_status(path.stem)
     except WeightcachedError as e:
-        return Finding("socket", "fail", str(e), f"weightcachectl restart {path.stem}, or rm {path}")
+        return Finding(
+            "socket", "fail", str(e), f"weightcachectl restart {path.stem}, or rm {path}"
+        )
     if reply.manifest_error:
         text = f"{path}: the daemon refused the manifest: {reply.manifest_error}"
         return Finding("socket", "warn", text, f"edit it, then: weightcachectl reload {path.stem}")
     failed = [cache for cache in reply.caches if cache.state == "failed"]
     if failed:
-        text = "; ".join(f"{cache.name} failed: {' '.join(cache.error.split())}" for cache in failed)
+        text = "; ".join(
+            f"{cache.name} failed: {' '.join(cache.error.split())}" for cache in failed
+        )
         return Finding("socket", "fail", f"{path}: {text}", f"weightcachectl reload {path.stem}")
     if __version__ not in reply.software:
         text = f"{path}: the daemon is {reply.software or 'of an unknown version'}, installed is {__version__}"
@@ -291,14 +350,21 @@ def _socket(path: Path) -> Finding:
 
 def _interpreters(manifest: Manifest | None) -> Iterator[Finding]:
     """The plug-in as the vLLM of each interpreter will find it."""
-    named = [model.python or sys.executable for model in manifest.models] if manifest else [sys.executable]
+    named = (
+        [model.python or sys.executable for model in manifest.models]
+        if manifest
+        else [sys.executable]
+    )
     for python in dict.fromkeys(named):
         yield _interpreter(python)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "weightcached" not in allowed.split(","):
         text = f"VLLM_PLUGINS is {allowed!r}, so engines started from here leave weightcached out"
         yield Finding(
-            "plug-in", "warn", text, f"export VLLM_PLUGINS={','.join(filter(None, [allowed, 'weightcached']))}"
+            "plug-in",
+            "warn",
+            text,
+            f"export VLLM_PLUGINS={','.join(filter(None, [allowed, 'weightcached']))}",
         )
 
 
@@ -310,10 +376,15 @@ def _interpreter(python: str) -> Finding:
     pip = f"{python} -m pip install weightcached=={__version__}"
     if not seen["vllm"]:
         return Finding(
-            "plug-in", "fail", f"{python} has no vLLM", f"name the engine's interpreter as python: in {_edit()}"
+            "plug-in",
+            "fail",
+            f"{python} has no vLLM",
+            f"name the engine's interpreter as python: in {_edit()}",
         )
     if not seen["plugin"]:
-        return Finding("plug-in", "fail", f"{python} (vLLM {seen['vllm']}) has no weightcached plug-in", pip)
+        return Finding(
+            "plug-in", "fail", f"{python} (vLLM {seen['vllm']}) has no weightcached plug-in", pip
+        )
     if seen["weightcached"] != __version__:
         text = f"{python} has weightcached {seen['weightcached']}, the daemon's is {__version__}"
         return Finding("plug-in", "warn", text, pip)
@@ -326,7 +397,9 @@ def _edit() -> str:
 
 def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
     placed = [device for model in manifest.models for device in model.devices] if manifest else []
-    wanted = [device for device in dict.fromkeys(placed) if device != ALL and not is_host_device(device)]
+    wanted = [
+        device for device in dict.fromkeys(placed) if device != ALL and not is_host_device(device)
+    ]
     try:
         present = [gpu.uuid for gpu in list_gpus()]
     except WeightcachedError as e:

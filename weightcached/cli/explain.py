@@ -1,4 +1,5 @@
-"""`weightcachectl explain`: what the index of a cache says of plans and private tensors, or why there is none.
+"""`weightcachectl explain`: what the index of a cache says of plans and private tensors, or why
+there is none.
 
 Layers are alike, so modules that differ in a number alone are one row; `--all` has each.
 """
@@ -25,7 +26,9 @@ _REFUSED = "this model cannot be attached, load it from disk"
 
 @dataclass(frozen=True)
 class Report:
-    """One cache on one device. `index` is None where no generation is served, `problem` then says why."""
+    """One cache on one device. `index` is None where no generation is served, `problem` then says
+    why.
+    """
 
     device: str
     status: CacheStatus
@@ -41,7 +44,12 @@ def reports(replies: Sequence[StatusReply], found: Iterable[tuple[str, str]]) ->
 
 def _report(device: str, status: CacheStatus) -> Report:
     if not status.generation:
-        return Report(device, status, None, status.error or f"no generation is served, its state is {status.state}")
+        return Report(
+            device,
+            status,
+            None,
+            status.error or f"no generation is served, its state is {status.state}",
+        )
     try:
         return Report(device, status, read_index(device, status.name, for_what="explained"), "")
     except WeightcachedError as e:
@@ -129,12 +137,16 @@ def _lines(report: Report, each: bool) -> list[str]:
 
 
 def _load_line(index: TensorIndex) -> str:
-    phases = ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in index.load.phases.items())
+    phases = ", ".join(
+        f"{phase} {seconds_text(seconds)}" for phase, seconds in index.load.phases.items()
+    )
     return f"loaded in {seconds_text(index.load.seconds)}" + (f": {phases}" if phases else "")
 
 
 def _plan_lines(index: TensorIndex, each: bool) -> list[str]:
-    rows: list[tuple[str, ...]] = [("PLAN", "MODULES", "MODULE", "HOOK OF", "VALUES", "WHY NOT THE ONE BEFORE")]
+    rows: list[tuple[str, ...]] = [
+        ("PLAN", "MODULES", "MODULE", "HOOK OF", "VALUES", "WHY NOT THE ONE BEFORE")
+    ]
     counts: dict[tuple[str, ...], int] = {}
     for plan in index.modules:
         row = _plan_row(plan, each)
@@ -185,7 +197,11 @@ def _private(index: TensorIndex) -> Iterator[tuple[int, str, list[str]]]:
     why = reasons(index.tensors, index.storages)
     for number, storage in enumerate(index.storages):
         if index.segments[storage.segment].private:
-            yield number, why.get(number, "by the loader's rules, which are not this version's"), names.get(number, [])
+            yield (
+                number,
+                why.get(number, "by the loader's rules, which are not this version's"),
+                names.get(number, []),
+            )
 
 
 def _private_bytes(index: TensorIndex) -> int:

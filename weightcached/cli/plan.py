@@ -1,7 +1,8 @@
-"""`weightcachectl plan`: which rank of which model each device would serve, and about how large it is.
+"""`weightcachectl plan`: which rank of which model each device would serve, and about how large it
+is.
 
-Sizes are estimated from the headers of the checkpoint, before anything is loaded: quantization while loading, padding
-and replicated layers make them differ from what a load ends with.
+Sizes are estimated from the headers of the checkpoint, before anything is loaded: quantization
+while loading, padding and replicated layers make them differ from what a load ends with.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _EXPERT = re.compile(r"\.experts\.")
 
 
 class Row(NamedTuple):
-    """One rank. `device` is "all" where each device has a copy; nbytes is None where it cannot be estimated."""
+    """One rank. `device` is "all" where each device has a copy; nbytes is None where it cannot be
+    estimated.
+    """
 
     model: str
     role: str
@@ -51,7 +54,9 @@ def _rows(spec: ModelSpec, problems: list[str]) -> Iterator[Row]:
 
 
 def _estimate(spec: ModelSpec, layout: Layout, problems: list[str]) -> int | None:
-    """Bytes of one rank: experts are split over all ranks of a pipeline stage, all else over its tensor ranks."""
+    """Bytes of one rank: experts are split over all ranks of a pipeline stage, all else over its
+    tensor ranks.
+    """
     try:
         rest, experts = _checkpoint_bytes(spec.engine)
     except CheckpointError as e:
@@ -88,7 +93,13 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """The document that `plan --json` prints."""
     return {
         "ranks": [
-            {"model": r.model, "role": r.role, "device": r.device, **r.placement._asdict(), "about_bytes": r.nbytes}
+            {
+                "model": r.model,
+                "role": r.role,
+                "device": r.device,
+                **r.placement._asdict(),
+                "about_bytes": r.nbytes,
+            }
             for r in rows
         ]
     }

@@ -1,4 +1,6 @@
-"""Progress of loads for a person: one moving line with a bar on a terminal, plain lines elsewhere."""
+"""Progress of loads for a person: one moving line with a bar on a terminal, plain lines
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class ProgressDisplay:
         self._drawn = False
         self._shown: dict[str, tuple[str, float]] = {}
 
-    def show(self, label: str, phase: str, done_bytes: int, total_bytes: int, eta_s: float | None) -> None:
+    def show(
+        self, label: str, phase: str, done_bytes: int, total_bytes: int, eta_s: float | None
+    ) -> None:
         """Show that `label`, a device and cache, is in `phase`."""
         text = f"{label}: {progress_text(phase, done_bytes, total_bytes, eta_s)}"
         if self._moving:

@@ -1,4 +1,6 @@
-"""`weightcachectl reload` and `drop`: ask the daemons, wait for all of them at once, report cache by cache."""
+"""`weightcachectl reload` and `drop`: ask the daemons, wait for all of them at once, report cache
+by cache.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,16 @@ class DropError(WeightcachedError):
 
 
 def reload_all(
-    devices: Sequence[str], *, caches: Sequence[str], force: bool, timeout_s: float, display: ProgressDisplay
+    devices: Sequence[str],
+    *,
+    caches: Sequence[str],
+    force: bool,
+    timeout_s: float,
+    display: ProgressDisplay,
 ) -> dict[str, WeightcachedError | ReloadReply]:
-    """Reload on every device and wait, at most `timeout_s` in all. How each ended, by device; raises nothing."""
+    """Reload on every device and wait, at most `timeout_s` in all. How each ended, by device;
+    raises nothing.
+    """
     ended: dict[str, WeightcachedError | ReloadReply] = {}
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for device in devices:
@@ -62,22 +71,30 @@ def reload_all(
     return {device: ended[device] for device in devices}
 
 
-def _step(device: str, connection: Connection, display: ProgressDisplay) -> WeightcachedError | ReloadReply | None:
+def _step(
+    device: str, connection: Connection, display: ProgressDisplay
+) -> WeightcachedError | ReloadReply | None:
     try:
         return _judged(device, connection.receive(ANSWER_TIMEOUT_S)[0], display)
     except WeightcachedError as e:
         return e
 
 
-def _judged(device: str, reply: Reply, display: ProgressDisplay) -> WeightcachedError | ReloadReply | None:
+def _judged(
+    device: str, reply: Reply, display: ProgressDisplay
+) -> WeightcachedError | ReloadReply | None:
     if isinstance(reply, Progress | Loading):
-        display.show(f"{device} {reply.cache}", reply.phase, reply.done_bytes, reply.total_bytes, reply.eta_s)
+        display.show(
+            f"{device} {reply.cache}", reply.phase, reply.done_bytes, reply.total_bytes, reply.eta_s
+        )
         return None
     if isinstance(reply, ReloadReply):
         return reply
     if isinstance(reply, Refused):
         return error_of(reply)
-    return ProtocolError(f"the daemon of {device} answered Reload with {type(reply).__name__}, expected ReloadReply")
+    return ProtocolError(
+        f"the daemon of {device} answered Reload with {type(reply).__name__}, expected ReloadReply"
+    )
 
 
 def outcome_text(device: str, outcome: CacheOutcome) -> str:
@@ -108,4 +125,6 @@ def drop(device: str, cache: str, *, force: bool) -> None:
     if isinstance(reply, Refused):
         raise error_of(reply)
     if not isinstance(reply, Done):
-        raise ProtocolError(f"the daemon of {device} answered Drop with {type(reply).__name__}, expected Done")
+        raise ProtocolError(
+            f"the daemon of {device} answered Drop with {type(reply).__name__}, expected Done"
+        )

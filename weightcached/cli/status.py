@@ -1,4 +1,6 @@
-"""`weightcachectl status`: ask the daemons and show what they answer. Nothing here loads more than a socket needs."""
+"""`weightcachectl status`: ask the daemons and show what they answer. Nothing here loads more than
+a socket needs.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,20 @@ class Answers(NamedTuple):
 
 
 def devices_with_socket() -> list[str]:
-    """Devices whose socket is in the runtime directory, whether or not a daemon listens on it. May be empty."""
+    """Devices whose socket is in the runtime directory, whether or not a daemon listens on it. May
+    be empty.
+    """
     return sorted(path.stem for path in runtime_dir().glob("*.sock"))
 
 
 def connect(device: str) -> Connection:
-    """A connection to the daemon of `device`. Raises what Connection.connect() and socket_path() do."""
+    """A connection to the daemon of `device`. Raises what Connection.connect() and socket_path()
+    do.
+    """
     software = f"weightcachectl {__version__}"
-    return Connection.connect(socket_path(device), timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=software)
+    return Connection.connect(
+        socket_path(device), timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=software
+    )
 
 
 def ask_status(device: str) -> StatusReply:
@@ -49,12 +57,16 @@ def ask_status(device: str) -> StatusReply:
     if isinstance(reply, Refused):
         raise error_of(reply)
     if not isinstance(reply, StatusReply):
-        raise ProtocolError(f"the daemon of {device} answered Status with {type(reply).__name__}, expected StatusReply")
+        raise ProtocolError(
+            f"the daemon of {device} answered Status with {type(reply).__name__}, expected StatusReply"
+        )
     return reply
 
 
 def ask_all(devices: Sequence[str]) -> Answers:
-    """The state of several daemons, asked at the same time: one that hangs delays the others' answers by no more."""
+    """The state of several daemons, asked at the same time: one that hangs delays the others'
+    answers by no more.
+    """
     answers: dict[str, StatusReply | WeightcachedError] = {}
 
     def ask(device: str) -> None:
@@ -68,7 +80,9 @@ def ask_all(devices: Sequence[str]) -> Answers:
     for thread in threads:
         thread.join()
     replies = [a for a in (answers[d] for d in devices) if isinstance(a, StatusReply)]
-    return Answers(replies, {d: a for d in devices if isinstance(a := answers[d], WeightcachedError)})
+    return Answers(
+        replies, {d: a for d in devices if isinstance(a := answers[d], WeightcachedError)}
+    )
 
 
 def _caught(call: Callable[[], _T]) -> _T | WeightcachedError:
@@ -104,7 +118,10 @@ def as_json(replies: Sequence[StatusReply]) -> dict[str, Any]:
 def _cache_as_json(cache: CacheStatus, counters: Counters | None) -> dict[str, Any]:
     engines = [{"pid": engine.pid, "since": engine.since} for engine in cache.engines]
     phases = counters.phase_seconds.get(cache.name, {}) if counters else {}
-    return {name: getattr(cache, name) for name in _CACHE_FIELDS} | {"engines": engines, "load_phases": phases}
+    return {name: getattr(cache, name) for name in _CACHE_FIELDS} | {
+        "engines": engines,
+        "load_phases": phases,
+    }
 
 
 def as_table(replies: Sequence[StatusReply], *, now: float | None = None) -> list[str]:
@@ -114,7 +131,9 @@ def as_table(replies: Sequence[StatusReply], *, now: float | None = None) -> lis
     for reply in replies:
         rows += [_row(reply.device, cache) for cache in reply.caches]
         if not reply.caches:
-            detail = f"no caches, daemon pid {reply.pid}, up {seconds_text(max(0.0, now - reply.since))}"
+            detail = (
+                f"no caches, daemon pid {reply.pid}, up {seconds_text(max(0.0, now - reply.since))}"
+            )
             rows.append((reply.device, "-", reply.state, "-", "-", "-", detail))
     return columns(rows)
 
@@ -122,13 +141,24 @@ def as_table(replies: Sequence[StatusReply], *, now: float | None = None) -> lis
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as lines with aligned columns, two spaces apart."""
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _row(device: str, cache: CacheStatus) -> tuple[str, ...]:
     generation = str(cache.generation) if cache.generation else "-"
     size = bytes_text(cache.bytes) if cache.bytes else "-"
-    return (device, cache.name, cache.state, generation, size, str(len(cache.engines)), _detail(cache))
+    return (
+        device,
+        cache.name,
+        cache.state,
+        generation,
+        size,
+        str(len(cache.engines)),
+        _detail(cache),
+    )
 
 
 def _detail(cache: CacheStatus) -> str:
@@ -138,7 +168,11 @@ def _detail(cache: CacheStatus) -> str:
         return progress
     if cache.state != "ready":
         return error
-    done = f"{cache.source} in {seconds_text(cache.load_seconds)}" if cache.source == "loaded" else cache.source
+    done = (
+        f"{cache.source} in {seconds_text(cache.load_seconds)}"
+        if cache.source == "loaded"
+        else cache.source
+    )
     # A ready generation stays in service while its successor loads, or after that failed.
     return ", ".join(part for part in (done, progress, error) if part)
 

@@ -1,4 +1,6 @@
-"""`weightcachectl start`, `stop` and `restart`: queue the job, show the load from the socket, end as the unit ended."""
+"""`weightcachectl start`, `stop` and `restart`: queue the job, show the load from the socket, end
+as the unit ended.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,22 @@ Verb = Literal["start", "stop", "restart"]
 COMMAND_TIMEOUT_S = 30.0
 # systemctl has no way to wait for one unit's job beside other work; this is how often it is asked.
 POLL_S = 0.25
-_PROPERTIES = ("LoadState", "ActiveState", "SubState", "Result", "ExecMainStatus", "StatusText", "Job", "InvocationID")
+_PROPERTIES = (
+    "LoadState",
+    "ActiveState",
+    "SubState",
+    "Result",
+    "ExecMainStatus",
+    "StatusText",
+    "Job",
+    "InvocationID",
+)
 
 
 class UnitError(WeightcachedError):
-    """systemd could not carry out the job, or the unit ended in another state than was asked for."""
+    """systemd could not carry out the job, or the unit ended in another state than was asked
+    for.
+    """
 
     code = "unit"
 
@@ -54,9 +67,13 @@ def systemctl(*arguments: str) -> str:
             check=False,
         )
     except FileNotFoundError as e:
-        raise UnitError("systemctl is not installed: run 'weightcached preload' without systemd instead") from e
+        raise UnitError(
+            "systemctl is not installed: run 'weightcached preload' without systemd instead"
+        ) from e
     except subprocess.TimeoutExpired as e:
-        raise UnitError(f"systemctl --user {arguments[0]} did not end within {COMMAND_TIMEOUT_S:.0f} s") from e
+        raise UnitError(
+            f"systemctl --user {arguments[0]} did not end within {COMMAND_TIMEOUT_S:.0f} s"
+        ) from e
     if done.returncode:
         raise UnitError(f"{_said(done.stderr, done.returncode)}: see 'weightcachectl doctor'")
     return done.stdout
@@ -84,11 +101,14 @@ def unit_state(device: str) -> UnitState:
 
 
 def failures() -> dict[str, WeightcachedError]:
-    """Of each device whose unit has failed, what its daemon said last. Empty where no user manager answers."""
+    """Of each device whose unit has failed, what its daemon said last. Empty where no user manager
+    answers.
+    """
     try:
         listed = systemctl("list-units", "--state=failed", "--plain", "--no-legend", unit_of("*"))
         devices = [
-            line.split()[0].removeprefix("weightcached@").removesuffix(".service") for line in listed.splitlines()
+            line.split()[0].removeprefix("weightcached@").removesuffix(".service")
+            for line in listed.splitlines()
         ]
         found = {device: judged("start", device, unit_state(device)) for device in devices}
     except UnitError:
@@ -96,8 +116,12 @@ def failures() -> dict[str, WeightcachedError]:
     return {device: error for device, error in found.items() if error is not None}
 
 
-def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[str, WeightcachedError | None]:
-    """Queue the job for every device and follow them to the end. By device: None for success, or what went wrong."""
+def run_job(
+    verb: Verb, devices: list[str], display: ProgressDisplay
+) -> dict[str, WeightcachedError | None]:
+    """Queue the job for every device and follow them to the end. By device: None for success, or
+    what went wrong.
+    """
     ended: dict[str, WeightcachedError | None] = {}
     jobs: dict[str, str] = {}
     before: dict[str, UnitState] = {}
@@ -127,13 +151,15 @@ def run_job(verb: Verb, devices: list[str], display: ProgressDisplay) -> dict[st
 def is_over(state: UnitState, job: str) -> bool:
     """Whether `job`, the one that was queued, has come to its end.
 
-    A job stays queued while the unit waits for its next attempt after an earlier failure. If this attempt fails, it is
-    gone, and the one that the next attempt brings has another number.
+    A job stays queued while the unit waits for its next attempt after an earlier failure. If this
+    attempt fails, it is gone, and the one that the next attempt brings has another number.
     """
     return state.job in ("", "0") or state.job != job
 
 
-def judged(verb: Verb, device: str, state: UnitState, before: UnitState | None = None) -> UnitError | None:
+def judged(
+    verb: Verb, device: str, state: UnitState, before: UnitState | None = None
+) -> UnitError | None:
     """None where the unit is as `verb` wants it, else the reason, with the daemon's last words.
 
     `before` is the last state that was seen of the attempt that is over.
@@ -145,7 +171,9 @@ def judged(verb: Verb, device: str, state: UnitState, before: UnitState | None =
     if state.load == "not-found":
         return UnitError(f"{unit} is not installed: weightcachectl install")
     if state.result == "start-limit-hit":
-        return UnitError(f"{unit} failed too often in a row: systemctl --user reset-failed {unit}, then start it again")
+        return UnitError(
+            f"{unit} failed too often in a row: systemctl --user reset-failed {unit}, then start it again"
+        )
     nothing = f"no message; journalctl --user -u {unit}"
     if state.active == "activating" and state.sub != "auto-restart":
         # The next attempt: the unit tells nothing of the one before any more, its journal does.
@@ -153,14 +181,24 @@ def judged(verb: Verb, device: str, state: UnitState, before: UnitState | None =
         return UnitError(f"{unit} failed, systemd tries again: {words or nothing}")
     again = ", systemd tries again" if state.sub == "auto-restart" else ""
     words = state.status_text or _last_line(state) or nothing
-    return UnitError(f"{unit} is {state.active} ({state.result}, status {state.exit_status}{again}): {words}")
+    return UnitError(
+        f"{unit} is {state.active} ({state.result}, status {state.exit_status}{again}): {words}"
+    )
 
 
 def _last_line(state: UnitState) -> str:
     """The last line that the daemon of this run logged, "" where there is no journal."""
-    command = ["journalctl", "--user", f"_SYSTEMD_INVOCATION_ID={state.invocation}", "--output=cat", "--lines=1"]
+    command = [
+        "journalctl",
+        "--user",
+        f"_SYSTEMD_INVOCATION_ID={state.invocation}",
+        "--output=cat",
+        "--lines=1",
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
         journal = done.stdout.strip() if done.returncode == 0 and state.invocation else ""
     except (OSError, subprocess.TimeoutExpired):
         journal = ""
@@ -178,4 +216,10 @@ def _show_load(device: str, state: UnitState, display: ProgressDisplay) -> None:
         return
     for cache in caches:
         if cache.state == "loading":
-            display.show(f"{device} {cache.name}", cache.phase, cache.done_bytes, cache.total_bytes, cache.eta_s)
+            display.show(
+                f"{device} {cache.name}",
+                cache.phase,
+                cache.done_bytes,
+                cache.total_bytes,
+                cache.eta_s,
+            )

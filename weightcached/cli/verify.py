@@ -26,7 +26,12 @@ def ready_caches(replies: Sequence[StatusReply], wanted: str | None) -> list[tup
     """(device, cache) of what there is to verify: what is `wanted`, in whatever state, or all that is ready."""
     if wanted is not None:
         return holders(replies, wanted)
-    return [(reply.device, cache.name) for reply in replies for cache in reply.caches if cache.state == "ready"]
+    return [
+        (reply.device, cache.name)
+        for reply in replies
+        for cache in reply.caches
+        if cache.state == "ready"
+    ]
 
 
 def verify(device: str, cache: str) -> tuple[bool, str]:
@@ -36,13 +41,23 @@ def verify(device: str, cache: str) -> tuple[bool, str]:
         module = importlib.import_module("weightcached.cli.verify_cache")
         result = cast(Verification, module.verify_cache(device, cache))
     except ImportError as e:
-        return False, f"{device} {cache}: cannot verify: {e}; run it in the environment of the engine"
+        return (
+            False,
+            f"{device} {cache}: cannot verify: {e}; run it in the environment of the engine",
+        )
     except WeightcachedError as e:
         return False, f"{device} {cache}: cannot verify: {e}"
     if not result.mismatched:
-        return True, f"{device} {cache}: {result.tensors} tensors, {bytes_text(result.nbytes)}, all digests equal"
+        return (
+            True,
+            f"{device} {cache}: {result.tensors} tensors, {bytes_text(result.nbytes)}, all digests equal",
+        )
     names = ", ".join(result.mismatched[:SHOWN_NAMES])
-    more = f" and {len(result.mismatched) - SHOWN_NAMES} more" if len(result.mismatched) > SHOWN_NAMES else ""
+    more = (
+        f" and {len(result.mismatched) - SHOWN_NAMES} more"
+        if len(result.mismatched) > SHOWN_NAMES
+        else ""
+    )
     return False, (
         f"{device} {cache}: {len(result.mismatched)} of {result.tensors} tensors differ: {names}{more}; "
         f"weightcachectl reload {device} --force --cache {cache}"

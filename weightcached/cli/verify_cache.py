@@ -1,6 +1,7 @@
 """Digests of storages: made while packing, recomputed by the proof and by `weightcachectl verify`.
 
-Needs no torch; on a GPU it needs the driver's bindings and one CUDA context for as long as it reads.
+Needs no torch; on a GPU it needs the driver's bindings and one CUDA context for as long as it
+reads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.fds import close_all
 from weightcached.wire.fetch import hand_out
 
-# Small enough that the allocator gives the same memory again: fresh pages cost more than the copy out of the device.
+# Small enough that the allocator gives the same memory again: fresh pages cost more than the copy
+# out of the device.
 _READ_NBYTES = 8 << 20
 
 
@@ -34,7 +36,9 @@ class VerifyResult(NamedTuple):
 
 
 def wrong_storages(index: TensorIndex, mapping: Mapping) -> Iterator[str]:
-    """Recompute every storage's digest through the mapping and yield the first tensor's name of each that differs."""
+    """Recompute every storage's digest through the mapping and yield the first tensor's name of
+    each that differs.
+    """
     names: dict[int | None, str] = {}
     for record in index.tensors:
         names.setdefault(record.storage, record.names[0])
@@ -56,8 +60,8 @@ def wrong_storages(index: TensorIndex, mapping: Mapping) -> Iterator[str]:
 def verify_cache(device: str, cache: str) -> VerifyResult:
     """Map one cache of the device's daemon and recompute its digests.
 
-    Raises WeightCacheUnavailableError where no daemon or no such generation is, SegmentError where it does not map,
-    ProtocolError and IndexFormatError for what a daemon must not hand out.
+    Raises WeightCacheUnavailableError where no daemon or no such generation is, SegmentError where
+    it does not map, ProtocolError and IndexFormatError for what a daemon must not hand out.
     """
     began = time.monotonic()
     handout = hand_out(device, cache, for_what="verified")
@@ -71,4 +75,6 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
     finally:
         mapping.close()
     seconds = time.monotonic() - began
-    return VerifyResult(cache, handout.ready.generation, index.nbytes, len(index.tensors), seconds, wrong)
+    return VerifyResult(
+        cache, handout.ready.generation, index.nbytes, len(index.tensors), seconds, wrong
+    )

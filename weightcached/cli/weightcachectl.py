@@ -1,4 +1,5 @@
-"""`weightcachectl`: parse, call, print, exit. What the commands do is in the modules beside this one.
+"""`weightcachectl`: parse, call, print, exit. What the commands do is in the modules beside this
+one.
 
 `status` is asked often and by machines, so each command imports what it needs when it runs.
 """
@@ -36,7 +37,9 @@ class _Group(click.Group):
             sys.exit(e.exit_status)
 
 
-def _checked_devices(ctx: click.Context, param: click.Parameter, devices: Sequence[str]) -> tuple[str, ...]:
+def _checked_devices(
+    ctx: click.Context, param: click.Parameter, devices: Sequence[str]
+) -> tuple[str, ...]:
     from weightcached.system.paths import check_device
 
     try:
@@ -45,10 +48,19 @@ def _checked_devices(ctx: click.Context, param: click.Parameter, devices: Sequen
         raise click.BadParameter(str(e), ctx, param) from e
 
 
-_optional_devices = click.argument("devices", metavar="[DEVICE]...", nargs=-1, callback=_checked_devices)
-_devices = click.argument("devices", metavar="DEVICE...", nargs=-1, required=True, callback=_checked_devices)
+_optional_devices = click.argument(
+    "devices", metavar="[DEVICE]...", nargs=-1, callback=_checked_devices
+)
+_devices = click.argument(
+    "devices", metavar="DEVICE...", nargs=-1, required=True, callback=_checked_devices
+)
 _on_devices = click.option(
-    "--device", "devices", metavar="DEVICE", multiple=True, callback=_checked_devices, help="Only there; repeatable."
+    "--device",
+    "devices",
+    metavar="DEVICE",
+    multiple=True,
+    callback=_checked_devices,
+    help="Only there; repeatable.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
 
@@ -113,7 +125,9 @@ def _ask(devices: Sequence[str]) -> Answers:
         complain(f"{device}: {error}")
     for reply in answers.replies:
         if reply.manifest_error:
-            complain(f"{reply.device}: the manifest was refused, the one before stays in force: {reply.manifest_error}")
+            complain(
+                f"{reply.device}: the manifest was refused, the one before stays in force: {reply.manifest_error}"
+            )
     if not asked:
         from weightcached.system.paths import runtime_dir
 
@@ -129,7 +143,9 @@ def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
     try:
         while True:
             answers = ctl_status.ask_all(list(devices) or ctl_status.devices_with_socket())
-            lines = [json.dumps(ctl_status.as_json(answers.replies))] if as_json else _watched(answers)
+            lines = (
+                [json.dumps(ctl_status.as_json(answers.replies))] if as_json else _watched(answers)
+            )
             text = "\n".join(lines)
             if text != shown:
                 click.echo(("\x1b[H\x1b[2J" if clears else "") + text)
@@ -149,7 +165,11 @@ def _watched(answers: Answers) -> list[str]:
 @main.command()
 @_optional_devices
 @click.option(
-    "--cache", "caches", metavar="NAME", multiple=True, help="Only this cache, e.g. llama-8b/target; repeatable."
+    "--cache",
+    "caches",
+    metavar="NAME",
+    multiple=True,
+    help="Only this cache, e.g. llama-8b/target; repeatable.",
 )
 @click.option("--force", is_flag=True, help="Load anew what has not changed, too.")
 @click.option(
@@ -159,9 +179,9 @@ def _watched(answers: Answers) -> list[str]:
 def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s: float) -> None:
     """Read the manifest again and follow it.
 
-    Loads what changed, failed or was released.
-    Waits for the end and reports each cache. What is being served stays until its successor is complete.
-    Exit status: 0 all well, 1 a cache failed or the manifest was refused, 3 no daemon answered.
+    Loads what changed, failed or was released. Waits for the end and reports each cache. What is
+    being served stays until its successor is complete. Exit status: 0 all well, 1 a cache failed or
+    the manifest was refused, 3 no daemon answered.
     """
     from weightcached.cli.reload import reload_all
     from weightcached.cli.status import devices_with_socket, no_daemon
@@ -178,7 +198,9 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
 
 
 def _report_reload(device: str, end: Any) -> int:
-    """Print how one device's reload ended; its exit status, where a lost daemon counts above a failed cache."""
+    """Print how one device's reload ended; its exit status, where a lost daemon counts above a
+    failed cache.
+    """
     from weightcached.cli.reload import outcome_text
 
     if isinstance(end, WeightcachedError):
@@ -201,7 +223,9 @@ def _display() -> ProgressDisplay:
 @main.command()
 @click.argument("cache", metavar="CACHE")
 @_on_devices
-@click.option("--force", is_flag=True, help="Also while engines map it; their memory stays until they end.")
+@click.option(
+    "--force", is_flag=True, help="Also while engines map it; their memory stays until they end."
+)
 def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     """Free CACHE on every device that has it.
 
@@ -246,7 +270,10 @@ def devices(as_json: bool) -> None:
 @main.command()
 @_json
 @click.option(
-    "--manifest", type=click.Path(path_type=Path), metavar="PATH", help="Another manifest than the one in force."
+    "--manifest",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Another manifest than the one in force.",
 )
 def plan(as_json: bool, manifest: Path | None) -> None:
     """Show which rank of which model each device serves.
@@ -320,7 +347,8 @@ def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
 def install() -> None:
     """Write unit files and an example manifest.
 
-    Files that were edited since are kept. Exit status: 0 written or there already, 1 something is in the way.
+    Files that were edited since are kept. Exit status: 0 written or there already, 1 something is
+    in the way.
     """
     from weightcached.cli.units import reload_manager
     from weightcached.system import units as files
@@ -328,7 +356,9 @@ def install() -> None:
     outcomes = files.install()
     _report_files(outcomes)
     if not reload_manager():
-        click.echo("no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'")
+        click.echo(
+            "no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'"
+        )
     manifest = outcomes[-1].path
     click.echo(
         f"next:\n  edit {manifest}\n  loginctl enable-linger {os.getuid()}\n  weightcachectl doctor\n"
@@ -405,12 +435,14 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
 @click.argument("cache", metavar="CACHE")
 @_on_devices
 @_json
-@click.option("--all", "each", is_flag=True, help="Every module and every name, also where layers are alike.")
+@click.option(
+    "--all", "each", is_flag=True, help="Every module and every name, also where layers are alike."
+)
 def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> None:
     """Show how CACHE is attached, or why it is not.
 
-    CACHE is a model's name or MODEL/ROLE. Shows the plan of each module's post-processing, which tensors each engine
-    copies and by which rule, and where the loader's proof refused the model.
+    CACHE is a model's name or MODEL/ROLE. Shows the plan of each module's post-processing, which
+    tensors each engine copies and by which rule, and where the loader's proof refused the model.
     Exit status: 0 shown, 1 it is not served, 3 no daemon answered.
     """
     from weightcached.cli import explain as ctl_explain
@@ -431,7 +463,9 @@ def _explain_failed_units(devices: Sequence[str]) -> int:
     """A daemon none of whose models could be loaded has ended; systemd keeps what it said."""
     from weightcached.cli.units import failures
 
-    ended = {device: error for device, error in failures().items() if not devices or device in devices}
+    ended = {
+        device: error for device, error in failures().items() if not devices or device in devices
+    }
     for device, error in ended.items():
         click.echo(f"{device}: {error}")
     return EXIT_FAILURE if ended else EXIT_NO_DAEMON

@@ -45,7 +45,9 @@ def main() -> None:
     show_default="$XDG_RUNTIME_DIR/weightcached",
     help="Directory of the socket and the lock; made with mode 0700 if it is missing.",
 )
-@click.option("--log-level", type=click.Choice(logs.LEVELS), default="info", help="The least that is logged.")
+@click.option(
+    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="The least that is logged."
+)
 @click.option(
     "--loaders-ahead",
     type=click.IntRange(min=0),
@@ -53,11 +55,21 @@ def main() -> None:
     help="How many models that wait to be loaded import vLLM meanwhile, each in 1 to 2 GB of host memory.",
 )
 # For tests and for emergencies; the defaults are part of what the unit's timeouts assume.
-@click.option("--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader.")
 @click.option(
-    "--stall-timeout", type=click.FloatRange(min=0, min_open=True), default=DEFAULT_STALL_TIMEOUT_S, hidden=True
+    "--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader."
 )
-@click.option("--idle-timeout", type=click.FloatRange(min=0, min_open=True), default=IDLE_TIMEOUT_S, hidden=True)
+@click.option(
+    "--stall-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEFAULT_STALL_TIMEOUT_S,
+    hidden=True,
+)
+@click.option(
+    "--idle-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=IDLE_TIMEOUT_S,
+    hidden=True,
+)
 def serve(
     *,
     device: str,
@@ -71,7 +83,8 @@ def serve(
 ) -> None:
     """Serve the weights of DEVICE until told to stop.
 
-    DEVICE is GPU-<uuid>, MIG-<uuid>, or cpuN for host memory. SIGHUP reads the manifest again; SIGTERM stops.
+    DEVICE is GPU-<uuid>, MIG-<uuid>, or cpuN for host memory. SIGHUP reads the manifest again;
+    SIGTERM stops.
 
     Exit status: 0 stopped, 1 nothing could be loaded, 2 bad usage, 75 another daemon serves DEVICE,
     78 the configuration must be changed first.
@@ -110,15 +123,33 @@ def serve(
     help="Directory of the sockets; made with mode 0700 if it is missing.",
 )
 @click.option(
-    "--weight-cache-master-port", type=_PORT, metavar="PORT", help="Accepted, and not used: ranks load alone."
+    "--weight-cache-master-port",
+    type=_PORT,
+    metavar="PORT",
+    help="Accepted, and not used: ranks load alone.",
 )
-@click.option("--weight-cache-draft-master-port", type=_PORT, metavar="PORT", help="The same for the draft model.")
 @click.option(
-    "--weight-cache-health-port", type=_PORT, metavar="PORT", show_default="none", help="Serve /health and /metrics."
+    "--weight-cache-draft-master-port",
+    type=_PORT,
+    metavar="PORT",
+    help="The same for the draft model.",
 )
-@click.option("--weight-cache-health-host", default="127.0.0.1", metavar="HOST", help="Address of /health.")
-@click.option("--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader.")
-@click.option("--parser-command", hidden=True, metavar="COMMAND", help="Run this instead of vLLM's parser.")
+@click.option(
+    "--weight-cache-health-port",
+    type=_PORT,
+    metavar="PORT",
+    show_default="none",
+    help="Serve /health and /metrics.",
+)
+@click.option(
+    "--weight-cache-health-host", default="127.0.0.1", metavar="HOST", help="Address of /health."
+)
+@click.option(
+    "--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader."
+)
+@click.option(
+    "--parser-command", hidden=True, metavar="COMMAND", help="Run this instead of vLLM's parser."
+)
 def preload(
     *,
     arguments: tuple[str, ...],
@@ -132,9 +163,9 @@ def preload(
 ) -> None:
     """Keep one model resident without systemd, until SIGINT or SIGTERM.
 
-    ENGINE ARGUMENTS are those of 'vllm serve': --model, --tensor-parallel-size, … Each rank of this node gets a
-    daemon. One READY line is printed when all of them serve. A daemon that dies later is started again and takes its
-    weights back; all end with this command, even if it is killed.
+    ENGINE ARGUMENTS are those of 'vllm serve': --model, --tensor-parallel-size, … Each rank of this
+    node gets a daemon. One READY line is printed when all of them serve. A daemon that dies later
+    is started again and takes its weights back; all end with this command, even if it is killed.
 
     Exit status: 0 stopped, 2 bad usage, else that of the rank that died.
     """
@@ -171,13 +202,17 @@ def preload(
 )
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=_EXPORTER_PORT, help="Port to listen on; 0 takes a free one."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=_EXPORTER_PORT,
+    help="Port to listen on; 0 takes a free one.",
 )
 def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port: int) -> None:
     """Serve /health and /metrics of this node's daemons over HTTP until told to stop.
 
-    /health answers 200 when every cache that the manifest wants is ready, else 503 with one line for each that is
-    not. /metrics is in Prometheus's text format and needs the package prometheus_client.
+    /health answers 200 when every cache that the manifest wants is ready, else 503 with one line
+    for each that is not. /metrics is in Prometheus's text format and needs the package
+    prometheus_client.
 
     Exit status: 0 stopped, 1 cannot listen there, 2 bad usage.
     """

@@ -1,7 +1,8 @@
 """Which draft models are cached, from a manifest's engine arguments alone; no vLLM.
 
-vLLM resolves the method when it makes its configuration. The daemon has to know before: it is resolved here by the
-same words, the draft's name and its config.json. A loader that finds another method says so.
+vLLM resolves the method when it makes its configuration. The daemon has to know before: it is
+resolved here by the same words, the draft's name and its config.json. A loader that finds another
+method says so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Any
 
 # Drafts of other methods load from disk in the engine.
 CACHED_METHODS = ("mtp", "eagle", "eagle3")
-_WITHOUT_MODEL = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+_WITHOUT_MODEL = (
+    "ngram",
+    "[ngram]",
+    "ngram_gpu",
+    "suffix",
+    "custom_class",
+    "extract_hidden_states",
+)
 # In the order in which vLLM looks for them in a draft's name.
 _IN_NAME = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
 

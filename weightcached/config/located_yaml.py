@@ -1,7 +1,7 @@
 """YAML values that know their file, line and key, so that an error can name all three.
 
-Only what JSON can hold is read: mappings with string keys, lists, strings, integers, floats, booleans, null.
-What the keys mean is the caller's (manifest.py).
+Only what JSON can hold is read: mappings with string keys, lists, strings, integers, floats,
+booleans, null. What the keys mean is the caller's (manifest.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def read(path: Path) -> Value:
-    """The document in the file `path`. Raises ManifestError if it cannot be read or is no single YAML document."""
+    """The document in the file `path`. Raises ManifestError if it cannot be read or is no single
+    YAML document.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -42,7 +44,9 @@ def read(path: Path) -> Value:
         raise ManifestError(f"{path}:{line}: not UTF-8: byte 0x{data[e.start]:02x}") from e
     node = _compose(path, text)
     if node is None:
-        raise ManifestError(f"{path}: the file holds no value: expected the keys version and models")
+        raise ManifestError(
+            f"{path}: the file holds no value: expected the keys version and models"
+        )
     return Value(_Document(path), node, "", 0)
 
 
@@ -60,7 +64,9 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
             f"{path}:{line}: not valid YAML: character U+{ord(text[e.position]):04X}: {e.reason}"
         ) from e
     except RecursionError as e:
-        raise ManifestError(f"{path}: nested too deeply: at most {MAX_DEPTH} levels are allowed") from e
+        raise ManifestError(
+            f"{path}: nested too deeply: at most {MAX_DEPTH} levels are allowed"
+        ) from e
 
 
 def listed(values: Iterable[str]) -> str:
@@ -82,7 +88,9 @@ class _Document:
 
 @dataclass(frozen=True)
 class Value:
-    """One value of a document. `key` is its path, e.g. `models[0].devices[1]`, empty for the document itself."""
+    """One value of a document. `key` is its path, e.g. `models[0].devices[1]`, empty for the
+    document itself.
+    """
 
     document: _Document
     node: yaml.Node
@@ -112,11 +120,20 @@ class Value:
             return "a list"
         if self.kind == "null":
             return "nothing"
-        names = {"int": "the integer ", "float": "the float ", "bool": "the boolean ", "timestamp": "the date "}
-        return names.get(self.kind, "") + (self.node.value if self.kind in names else repr(self.node.value))
+        names = {
+            "int": "the integer ",
+            "float": "the float ",
+            "bool": "the boolean ",
+            "timestamp": "the date ",
+        }
+        return names.get(self.kind, "") + (
+            self.node.value if self.kind in names else repr(self.node.value)
+        )
 
     def mapping(self, known: Iterable[str] | None = None) -> dict[str, Value]:
-        """The entries by key. Raises ManifestError for a duplicate key or, with `known`, for an unknown one."""
+        """The entries by key. Raises ManifestError for a duplicate key or, with `known`, for an
+        unknown one.
+        """
         if not isinstance(self.node, yaml.MappingNode):
             self.fail(f"expected a mapping, got {self.described()}")
         entries: dict[str, Value] = {}
@@ -125,9 +142,14 @@ class Value:
             entry = self._child(value_node, f"{self.key}.{key}" if self.key else key)
             line = int(key_node.start_mark.line) + 1
             if key in entries:
-                entry.fail(f"the key stands here twice, first on line {entries[key].line}: remove one", line=line)
+                entry.fail(
+                    f"the key stands here twice, first on line {entries[key].line}: remove one",
+                    line=line,
+                )
             if known is not None and key not in known:
-                entry.fail(f"unknown key{near_miss(key, known)}; known keys: {listed(known)}", line=line)
+                entry.fail(
+                    f"unknown key{near_miss(key, known)}; known keys: {listed(known)}", line=line
+                )
             entries[key] = entry
         return entries
 
@@ -151,7 +173,9 @@ class Value:
         if child.depth > MAX_DEPTH:
             child.fail(f"nested too deeply: at most {MAX_DEPTH} levels are allowed")
         if self.document.values > MAX_VALUES:
-            child.fail(f"more than {MAX_VALUES} values, aliases counted each time: no manifest is so large")
+            child.fail(
+                f"more than {MAX_VALUES} values, aliases counted each time: no manifest is so large"
+            )
         return child
 
     def string(self) -> str:
@@ -190,7 +214,9 @@ class Value:
         if isinstance(self.node, yaml.SequenceNode) and self.kind == "seq":
             return [value.plain() for value in self.items()]
         if self.kind not in _SCALARS:
-            self.fail(f"values of the YAML type {self.kind} are not supported: quote it if a string is meant")
+            self.fail(
+                f"values of the YAML type {self.kind} are not supported: quote it if a string is meant"
+            )
         try:
             value = yaml.constructor.SafeConstructor().construct_object(self.node)
         except (yaml.YAMLError, ValueError, KeyError) as e:

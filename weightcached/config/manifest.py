@@ -1,7 +1,9 @@
-"""The model manifest: which models on which devices. YAML in, typed objects out; errors name file, line and key.
+"""The model manifest: which models on which devices. YAML in, typed objects out; errors name file,
+line and key.
 
-Checked here is all that needs no vLLM. Whether vLLM knows an engine argument is checked by the loader child, which
-runs the interpreter of the engine. docs/manifest.md describes every key for the operator.
+Checked here is all that needs no vLLM. Whether vLLM knows an engine argument is checked by the
+loader child, which runs the interpreter of the engine. docs/manifest.md describes every key for the
+operator.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the manifest. `devices` are in local-rank order, or ["all"]; `engine` are vLLM engine arguments."""
+    """One entry of the manifest. `devices` are in local-rank order, or ["all"]; `engine` are vLLM
+    engine arguments.
+    """
 
     name: str
     devices: list[str]
@@ -48,9 +52,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.devices == [ALL] or device in self.devices
 
     def rank_of(self, device: str) -> int:
-        """The local rank on `device`; 0 on each where the model is on all. Raises DeviceError where it is on none."""
+        """The local rank on `device`; 0 on each where the model is on all. Raises DeviceError where
+        it is on none.
+        """
         if not self.is_on(device):
-            raise DeviceError(f"model {self.name!r} is not on {device}: its devices are {', '.join(self.devices)}")
+            raise DeviceError(
+                f"model {self.name!r} is not on {device}: its devices are {', '.join(self.devices)}"
+            )
         return 0 if self.devices == [ALL] else self.devices.index(device)
 
     def placement_of(self, device: str) -> Placement:
@@ -58,12 +66,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return layout_of(self.engine).place(self.rank_of(device))
 
     def digest(self, device: str) -> str:
-        """Names what a generation on `device` was loaded from; changes with anything that changes the load.
+        """Names what a generation on `device` was loaded from; changes with anything that changes
+        the load.
 
-        Hex sha256. The name is left out: it is the cache's own; so are `identity` and where a group meets,
-        which change no byte that is loaded, and so are the peers' devices, of which only this device's rank counts.
+        Hex sha256. The name is left out: it is the cache's own; so are `identity` and where a group
+        meets, which change no byte that is loaded, and so are the peers' devices, of which only
+        this device's rank counts.
         """
-        loaded_from = [self.engine, self.python, "group" if self.rendezvous else SOLO, self.rank_of(device)]
+        loaded_from = [
+            self.engine,
+            self.python,
+            "group" if self.rendezvous else SOLO,
+            self.rank_of(device),
+        ]
         return hashlib.sha256(msgspec.json.encode(loaded_from, order="deterministic")).hexdigest()
 
 
@@ -118,7 +133,9 @@ def _check_ports(model: ModelSpec, others: list[ModelSpec], keys: dict[str, Valu
     """Loaders of two models may meet at the same time."""
     for other in others:
         if shared := _ports(model) & _ports(other):
-            keys["rendezvous"].fail(f"port {min(shared)} is that of a group of {other.name} too: choose another")
+            keys["rendezvous"].fail(
+                f"port {min(shared)} is that of a group of {other.name} too: choose another"
+            )
 
 
 def _ports(model: ModelSpec) -> set[int]:
@@ -136,14 +153,18 @@ def _model(entry: Value, keys: dict[str, Value]) -> ModelSpec:
     devices = _devices(keys["devices"], engine)
     rendezvous = parse_rendezvous(keys["rendezvous"], engine) if "rendezvous" in keys else None
     if rendezvous is not None and devices == [ALL]:
-        keys["rendezvous"].fail(f"devices: {ALL} gives each device a copy of its own, which has no peers: write solo")
+        keys["rendezvous"].fail(
+            f"devices: {ALL} gives each device a copy of its own, which has no peers: write solo"
+        )
     return ModelSpec(
         name=_name(keys["name"]),
         devices=devices,
         engine=engine,
         python=_python(keys["python"]) if "python" in keys else None,
         rendezvous=rendezvous,
-        identity=cast(Literal["full", "sampled"], keys["identity"].one_of(IDENTITY)) if "identity" in keys else "full",
+        identity=cast(Literal["full", "sampled"], keys["identity"].one_of(IDENTITY))
+        if "identity" in keys
+        else "full",
     )
 
 
@@ -163,13 +184,17 @@ def _devices(value: Value, engine: dict[str, Any]) -> list[str]:
         return _all_devices(value, items[0], needed, layout)
     devices = _device_list(items)
     if len(devices) != needed:
-        value.fail(f"{len(devices)} devices are listed, {layout}; 'weightcachectl devices' prints their names")
+        value.fail(
+            f"{len(devices)} devices are listed, {layout}; 'weightcachectl devices' prints their names"
+        )
     return devices
 
 
 def _all_devices(value: Value, word: Value, needed: int, layout: str) -> list[str]:
     if word.string() != ALL:
-        value.fail(f"expected a list of devices or {ALL}, got {word.described()}: write [{word.string()}]")
+        value.fail(
+            f"expected a list of devices or {ALL}, got {word.described()}: write [{word.string()}]"
+        )
     if needed != 1:
         value.fail(f"{ALL} gives each device a copy of its own, {layout}: list them in rank order")
     return [ALL]
@@ -186,9 +211,13 @@ def _device_list(items: list[Value]) -> list[str]:
         except DeviceError as e:
             item.fail(str(e))
         if device in devices:
-            item.fail(f"{device} is used twice in this model, first as rank {devices.index(device)}")
+            item.fail(
+                f"{device} is used twice in this model, first as rank {devices.index(device)}"
+            )
         if devices and is_host_device(device) != is_host_device(devices[0]):
-            item.fail(f"{device} and {devices[0]} are of different kinds: a model is on GPUs or in host memory")
+            item.fail(
+                f"{device} and {devices[0]} are of different kinds: a model is on GPUs or in host memory"
+            )
         devices.append(device)
     return devices
 
@@ -198,7 +227,9 @@ def _engine(value: Value) -> dict[str, Any]:
     for key, argument in keys.items():
         _check_argument_name(key, argument)
     if "model" not in keys:
-        value.fail("the key model is missing: expected a Hub id or the absolute path of a checkpoint")
+        value.fail(
+            "the key model is missing: expected a Hub id or the absolute path of a checkpoint"
+        )
     _check_model(keys["model"], config_elsewhere="hf_config_path" in keys)
     for key in LAYOUT_KEYS:
         if key in keys:
@@ -242,13 +273,19 @@ def _check_draft(speculative: Value | None) -> None:
 def _check_model(value: Value, *, config_elsewhere: bool) -> None:
     model = value.string()
     if model.startswith(("~", ".")):
-        value.fail(f"expected a Hub id or an absolute path, got {model!r}: the daemon runs in another directory")
+        value.fail(
+            f"expected a Hub id or an absolute path, got {model!r}: the daemon runs in another directory"
+        )
     if not model.startswith("/"):
         return
     if not Path(model).is_dir():
-        value.fail(f"{model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}")
+        value.fail(
+            f"{model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}"
+        )
     # params.json is how Mistral's own format spells it; vLLM reads both.
-    if not config_elsewhere and not any(Path(model, name).is_file() for name in ("config.json", "params.json")):
+    if not config_elsewhere and not any(
+        Path(model, name).is_file() for name in ("config.json", "params.json")
+    ):
         value.fail(f"{model} has no config.json: expected the directory of a checkpoint")
 
 
@@ -257,7 +294,9 @@ def _python(value: Value) -> str:
     if not path.startswith("/"):
         value.fail(f"expected the absolute path of an interpreter, got {path!r}")
     if not Path(path).is_file() or not os.access(path, os.X_OK):
-        value.fail(f"{path} is not an executable file: expected the interpreter that runs the engine")
+        value.fail(
+            f"{path} is not an executable file: expected the interpreter that runs the engine"
+        )
     return path
 
 

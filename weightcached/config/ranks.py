@@ -1,7 +1,9 @@
-"""Which ranks of a model the devices of this node serve, as vLLM lays them out. Arithmetic only; no torch, no vLLM.
+"""Which ranks of a model the devices of this node serve, as vLLM lays them out. Arithmetic only; no
+torch, no vLLM.
 
-Global ranks count data parallel, then pipeline, then tensor parallel ranks; a node has a contiguous block of them.
-Expert parallel ranks count tensor parallel ranks within data parallel ranks, separately in each pipeline stage.
+Global ranks count data parallel, then pipeline, then tensor parallel ranks; a node has a contiguous
+block of them. Expert parallel ranks count tensor parallel ranks within data parallel ranks,
+separately in each pipeline stage.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Layout(NamedTuple):
     def place(self, local: int) -> Placement:
         """The ranks of this node's device number `local`."""
         if not 0 <= local < self.local_ranks:
-            raise PlacementError("devices", f"local rank {local} is outside of this node's {self.local_ranks} ranks")
+            raise PlacementError(
+                "devices", f"local rank {local} is outside of this node's {self.local_ranks} ranks"
+            )
         global_rank = self.first_rank + local
         dp_rank, rank = divmod(global_rank, self.replica_ranks)
         pp_rank, tp_rank = divmod(rank, self.tp_size)
@@ -56,7 +60,9 @@ class Layout(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What one device serves. `rank` counts within its data parallel replica. Dense models ignore `ep_rank`."""
+    """What one device serves. `rank` counts within its data parallel replica. Dense models ignore
+    `ep_rank`.
+    """
 
     local: int
     global_rank: int
@@ -80,7 +86,9 @@ def layout_of(engine: Mapping[str, Any]) -> Layout:
 
 
 def place(engine: Mapping[str, Any], devices: Sequence[str]) -> list[tuple[str, Placement]]:
-    """Every device with its ranks, in local-rank order. Raises PlacementError also for too few or too many devices."""
+    """Every device with its ranks, in local-rank order. Raises PlacementError also for too few or
+    too many devices.
+    """
     layout = layout_of(engine)
     if len(devices) != layout.local_ranks:
         raise PlacementError("devices", f"{len(devices)} devices are listed, {needs(engine)}")
@@ -88,7 +96,9 @@ def place(engine: Mapping[str, Any], devices: Sequence[str]) -> list[tuple[str, 
 
 
 def needs(engine: Mapping[str, Any]) -> str:
-    """How many devices the layout needs and why, e.g. "tensor_parallel_size 2 × data_parallel_size 2 needs 4"."""
+    """How many devices the layout needs and why, e.g. "tensor_parallel_size 2 × data_parallel_size
+    2 needs 4".
+    """
     sizes = [f"{key} {engine[key]}" for key in SIZES if engine.get(key) not in (None, 1)]
     text = " × ".join(sizes) or "one rank"
     layout = layout_of(engine)
@@ -102,14 +112,19 @@ def _check_values(engine: Mapping[str, Any]) -> None:
     for key in (*_COUNTS, *_RANKS):
         value, least = engine.get(key), 1 if key in _COUNTS else 0
         if value is not None and (type(value) is not int or value < least):
-            raise PlacementError(key, f"{key} is {value!r}: expected a whole number, at least {least}")
+            raise PlacementError(
+                key, f"{key} is {value!r}: expected a whole number, at least {least}"
+            )
     if (size := engine.get("prefill_context_parallel_size") or 1) > 1:
         raise PlacementError(
-            "prefill_context_parallel_size", f"prefill_context_parallel_size {size} cannot be cached: leave it out"
+            "prefill_context_parallel_size",
+            f"prefill_context_parallel_size {size} cannot be cached: leave it out",
         )
     for key in _MOVING_EXPERTS:
         if engine.get(key):
-            raise PlacementError(key, f"{key} moves experts while serving, the cached weights stay: leave it out")
+            raise PlacementError(
+                key, f"{key} moves experts while serving, the cached weights stay: leave it out"
+            )
 
 
 def _block(engine: Mapping[str, Any], replica: int, dp: int) -> tuple[int, int]:
@@ -117,31 +132,40 @@ def _block(engine: Mapping[str, Any], replica: int, dp: int) -> tuple[int, int]:
     if (nnodes := engine.get("nnodes") or 1) > 1:
         return _block_of_node(engine, replica, dp, nnodes)
     if engine.get("node_rank"):
-        raise PlacementError("node_rank", f"node_rank {engine['node_rank']} needs nnodes, the number of nodes")
+        raise PlacementError(
+            "node_rank", f"node_rank {engine['node_rank']} needs nnodes, the number of nodes"
+        )
     start, local = _replicas(engine, dp)
     if start + local > dp:
         name = _start_key(engine)
         raise PlacementError(
-            name, f"{name} {start} + data_parallel_size_local {local} is {start + local}: data_parallel_size is {dp}"
+            name,
+            f"{name} {start} + data_parallel_size_local {local} is {start + local}: data_parallel_size is {dp}",
         )
     return start * replica, local * replica
 
 
-def _block_of_node(engine: Mapping[str, Any], replica: int, dp: int, nnodes: int) -> tuple[int, int]:
+def _block_of_node(
+    engine: Mapping[str, Any], replica: int, dp: int, nnodes: int
+) -> tuple[int, int]:
     world, node = replica * dp, engine.get("node_rank") or 0
     if world % nnodes:
         raise PlacementError(
-            "nnodes", f"nnodes {nnodes} does not divide the {world} ranks of this model: choose one that does"
+            "nnodes",
+            f"nnodes {nnodes} does not divide the {world} ranks of this model: choose one that does",
         )
     if node >= nnodes:
-        raise PlacementError("node_rank", f"node_rank is {node}: with nnodes {nnodes} expected 0 to {nnodes - 1}")
+        raise PlacementError(
+            "node_rank", f"node_rank is {node}: with nnodes {nnodes} expected 0 to {nnodes - 1}"
+        )
     local = world // nnodes
     first = node * local
     name = _start_key(engine)
     start = engine.get(name)
     if start is not None and start != first // replica:
         raise PlacementError(
-            name, f"{name} {start} contradicts node_rank {node} of {nnodes}, which begins with {first // replica}"
+            name,
+            f"{name} {start} contradicts node_rank {node} of {nnodes}, which begins with {first // replica}",
         )
     here, given = max(local // replica, 1), engine.get("data_parallel_size_local")
     if given is not None and given != here:
@@ -158,13 +182,20 @@ def _replicas(engine: Mapping[str, Any], dp: int) -> tuple[int, int]:
     if rank is None and not engine.get("data_parallel_external_lb"):
         return engine.get("data_parallel_start_rank") or 0, local or dp
     if rank is None:
-        raise PlacementError("data_parallel_rank", "data_parallel_external_lb needs data_parallel_rank")
+        raise PlacementError(
+            "data_parallel_rank", "data_parallel_external_lb needs data_parallel_rank"
+        )
     if local not in (None, 1):
         raise PlacementError(
-            "data_parallel_size_local", f"data_parallel_size_local is {local}: with data_parallel_rank expected 1"
+            "data_parallel_size_local",
+            f"data_parallel_size_local is {local}: with data_parallel_rank expected 1",
         )
     return rank, 1
 
 
 def _start_key(engine: Mapping[str, Any]) -> str:
-    return "data_parallel_rank" if engine.get("data_parallel_rank") is not None else "data_parallel_start_rank"
+    return (
+        "data_parallel_rank"
+        if engine.get("data_parallel_rank") is not None
+        else "data_parallel_start_rank"
+    )

@@ -1,6 +1,8 @@
-"""The manifest's `rendezvous`: where the loaders of one model's ranks meet, when they load as a group.
+"""The manifest's `rendezvous`: where the loaders of one model's ranks meet, when they load as a
+group.
 
-A meeting place is an address of the node that has global rank 0, with one port for the target and one for the draft.
+A meeting place is an address of the node that has global rank 0, with one port for the target and
+one for the draft.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _PORTS = range(1024, 65536)
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a group meets: `host`, an address of rank 0's node, and how long each rank waits for the others there."""
+    """Where a group meets: `host`, an address of rank 0's node, and how long each rank waits for
+    the others there.
+    """
 
     host: str
     port: int
@@ -42,15 +46,21 @@ def parse(value: Value, engine: Mapping[str, Any]) -> Rendezvous | None:
     if value.kind != "map":
         if value.one_of((SOLO, "group")) == SOLO:
             return None
-        value.fail("a group needs a place to meet: write {group: HOST:PORT}, an address of the node with rank 0")
+        value.fail(
+            "a group needs a place to meet: write {group: HOST:PORT}, an address of the node with rank 0"
+        )
     keys = value.mapping(KEYS)
     if "group" not in keys:
-        value.fail("the key group is missing: expected HOST:PORT, an address of the node with rank 0")
+        value.fail(
+            "the key group is missing: expected HOST:PORT, an address of the node with rank 0"
+        )
     host, port = _place(keys["group"])
     draft_port = _port(keys["draft_port"]) if "draft_port" in keys else port + 1
     timeout_s = keys["timeout_s"].integer(1) if "timeout_s" in keys else DEFAULT_TIMEOUT_S
     if timeout_s > MAX_TIMEOUT_S:
-        keys["timeout_s"].fail(f"expected at most {MAX_TIMEOUT_S}, got {timeout_s}: a longer wait looks like a hang")
+        keys["timeout_s"].fail(
+            f"expected at most {MAX_TIMEOUT_S}, got {timeout_s}: a longer wait looks like a hang"
+        )
     found = Rendezvous(host=host, port=port, draft_port=draft_port, timeout_s=timeout_s)
     _check(found, engine, keys)
     return found
@@ -78,7 +88,9 @@ def _check(found: Rendezvous, engine: Mapping[str, Any], keys: Mapping[str, Valu
     if has_cached_draft(engine):
         ports["draft_port"] = found.draft_port
         if found.draft_port == found.port:
-            keys["draft_port"].fail(f"{found.port} is the target's port too: both groups may meet at once")
+            keys["draft_port"].fail(
+                f"{found.port} is the target's port too: both groups may meet at once"
+            )
         if layout.pp_size > 1:
             keys["group"].fail(
                 "only the last pipeline stage has the draft, so its group cannot be formed: write rendezvous: solo"
@@ -103,7 +115,9 @@ def _engine_ports(engine: Mapping[str, Any], layout: Layout) -> Sequence[str]:
 
 
 def _refuse_port(value: Value, port: int, argument: str) -> NoReturn:
-    value.fail(f"{port} is the engine's {argument}: the engine starts while loaders may meet, choose another")
+    value.fail(
+        f"{port} is the engine's {argument}: the engine starts while loaders may meet, choose another"
+    )
 
 
 def several_nodes(layout: Layout) -> bool:
@@ -112,7 +126,9 @@ def several_nodes(layout: Layout) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is the same machine for everybody who asks. Names are taken by their word."""
+    """Whether the host is the same machine for everybody who asks. Names are taken by their
+    word.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

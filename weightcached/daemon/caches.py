@@ -1,6 +1,7 @@
 """Caches and their generations: what is served, what is being loaded, what failed.
 
-State only: loads are run by reconcile.py, keys are compared by matching.py, leases are counted by leases.py.
+State only: loads are run by reconcile.py, keys are compared by matching.py, leases are counted by
+leases.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from weightcached.wire.messages import CacheState, CacheStatus, Role
 
 Source = Literal["loaded", "adopted"]
 
-# What may follow what. A cache that is ready stays ready while its next generation loads, whatever becomes of that.
+# What may follow what. A cache that is ready stays ready while its next generation loads, whatever
+# becomes of that.
 TRANSITIONS: dict[CacheState, frozenset[CacheState]] = {
     "loading": frozenset({"ready", "failed"}),
     "ready": frozenset({"ready", "released", "loading"}),
@@ -31,12 +33,17 @@ QUEUED = "queued"
 class Generation:
     """One complete load: its descriptors, and as much of its index as the daemon needs.
 
-    Immutable but for `full_digest`, which is filled in when somebody first asks. The index itself stays in its
-    memfd: that of a large model would be most of this process's memory.
+    Immutable but for `full_digest`, which is filled in when somebody first asks. The index itself
+    stays in its memfd: that of a large model would be most of this process's memory.
     """
 
     def __init__(
-        self, index: TensorIndex, index_digest: str, index_fd: OwnedFd, segment_fds: Sequence[OwnedFd], source: Source
+        self,
+        index: TensorIndex,
+        index_digest: str,
+        index_fd: OwnedFd,
+        segment_fds: Sequence[OwnedFd],
+        source: Source,
     ) -> None:
         self.cache = index.cache
         self.role: Role = index.role
@@ -65,7 +72,9 @@ class Generation:
 
     @contextlib.contextmanager
     def handout(self) -> Iterator[list[OwnedFd]]:
-        """Keep the descriptors open while they are being sent, even if a reload retires the generation meanwhile."""
+        """Keep the descriptors open while they are being sent, even if a reload retires the
+        generation meanwhile.
+        """
         self._handouts += 1
         try:
             yield self._fds
@@ -74,7 +83,9 @@ class Generation:
             self._close_if_unused()
 
     def retire(self) -> None:
-        """Close the descriptors as soon as no handout uses them. Engines keep their own references."""
+        """Close the descriptors as soon as no handout uses them. Engines keep their own
+        references.
+        """
         self._retired = True
         self._close_if_unused()
 
@@ -94,7 +105,9 @@ class LoadProgress:
         self._phase_began = time.monotonic()
 
     def advance(self, phase: str, done_bytes: int, total_bytes: int) -> bool:
-        """Note where the loader is. False when it reports what it had reported: that is no progress."""
+        """Note where the loader is. False when it reports what it had reported: that is no
+        progress.
+        """
         if (phase, done_bytes, total_bytes) == (self.phase, self.done_bytes, self.total_bytes):
             return False
         if phase != self.phase:
@@ -120,7 +133,8 @@ class Cache:
         self.generation: Generation | None = None
         self.load: LoadProgress | None = None
         self.error = ""
-        # From the manifest: where the checkpoint ladder may stop, and what to compare an unknown key with.
+        # From the manifest: where the checkpoint ladder may stop, and what to compare an unknown
+        # key with.
         self.identity: Literal["full", "sampled"] = "full"
         # Outlives its generation, so that an engine learns that its cache failed or was released.
         self.last_key: WeightCacheKey | None = None
@@ -154,7 +168,9 @@ class Cache:
         self.load, self.error = None, error
 
     def release(self) -> Generation:
-        """Stop serving the generation; returns it for the caller to retire. The next one may be loading already."""
+        """Stop serving the generation; returns it for the caller to retire. The next one may be
+        loading already.
+        """
         generation = self.generation
         self._move("loading" if self.load else "released")
         if generation is None:
@@ -168,7 +184,9 @@ class Cache:
         self.state = to
 
     def status(self, leases: Leases) -> CacheStatus:
-        """The cache as `weightcachectl status` shows it; of one that loads anew, the generation is the served one."""
+        """The cache as `weightcachectl status` shows it; of one that loads anew, the generation is
+        the served one.
+        """
         generation, load = self.generation, self.load
         return CacheStatus(
             name=self.name,
@@ -190,7 +208,9 @@ class Cache:
 
 
 class Caches:
-    """All caches of the device, by name. `changed` fires whenever an answer to an engine may have changed."""
+    """All caches of the device, by name. `changed` fires whenever an answer to an engine may have
+    changed.
+    """
 
     def __init__(self) -> None:
         self._caches: dict[str, Cache] = {}

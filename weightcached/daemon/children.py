@@ -1,7 +1,7 @@
 """Child processes: how one is started, listened to, and ended with all that it started.
 
-What a loader says and delivers is loading.py's. Not asyncio's subprocesses: their wait() also waits for the pipes,
-which a stray grandchild can hold open for ever.
+What a loader says and delivers is loading.py's. Not asyncio's subprocesses: their wait() also waits
+for the pipes, which a stray grandchild can hold open for ever.
 """
 
 from __future__ import annotations
@@ -27,21 +27,30 @@ from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)
 
-# What a dead child had written is there at once; only a grandchild outside of its session keeps a pipe open.
+# What a dead child had written is there at once; only a grandchild outside of its session keeps a
+# pipe open.
 _DRAIN_TIMEOUT_S = 2.0
 _READ_BYTES = 64 * 1024
 _LINE_BYTES = 4096
 # A digest's answer is a few hundred bytes for each file of the checkpoint.
 _CAPTURE_BYTES = 8 * 1024 * 1024
 # What systemd gave to the daemon alone; a child that used it would speak in the daemon's name.
-_NOT_FOR_CHILDREN = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID")
+_NOT_FOR_CHILDREN = (
+    "NOTIFY_SOCKET",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+)
 
 
 class Child:
-    """One child in a session of its own. Its lines go to the log; leave the block, and nothing of it is left.
+    """One child in a session of its own. Its lines go to the log; leave the block, and nothing of
+    it is left.
 
-    `exit` is done once it has ended, its session has been killed and its last lines have been read; its result is the
-    exit status, negative for a signal.
+    `exit` is done once it has ended, its session has been killed and its last lines have been read;
+    its result is the exit status, negative for a signal.
     """
 
     def __init__(
@@ -54,7 +63,8 @@ class Child:
         pass_fds: Sequence[int] = (),
         capture: bool = False,
     ) -> None:
-        """Start it. It sees `device` alone, if one is given. `capture` keeps its output instead of logging it.
+        """Start it. It sees `device` alone, if one is given. `capture` keeps its output instead of
+        logging it.
 
         Raises OSError.
         """
@@ -100,8 +110,8 @@ class Child:
     async def _reap(self) -> int:
         with self._pidfd:
             await packets.readable(self._pidfd.fileno())
-        # Before the child is waited for: until then nobody else can get its number. What it started would keep the
-        # pipes open, and device memory too.
+        # Before the child is waited for: until then nobody else can get its number. What it started
+        # would keep the pipes open, and device memory too.
         self._kill_session()
         status = self._process.wait()
         await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)
@@ -152,12 +162,16 @@ class Child:
 
 
 async def make_full_digest(identity: CheckpointIdentity) -> str:
-    """The full digest of a checkpoint, by a child at the lowest priority. Raises CheckpointError."""
+    """The full digest of a checkpoint, by a child at the lowest priority. Raises
+    CheckpointError.
+    """
     command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
     try:
         child = Child(command, "digest", stdin=msgspec.json.encode(identity), capture=True)
     except OSError as e:
-        raise CheckpointError(f"the digest of {identity.root} cannot be started: {e.strerror}") from e
+        raise CheckpointError(
+            f"the digest of {identity.root} cannot be started: {e.strerror}"
+        ) from e
     async with child:
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, child.pid, 19)
@@ -173,7 +187,11 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
 
 def _members(session: int) -> set[int]:
     """The processes of a session."""
-    return {int(name) for name in os.listdir("/proc") if name.isdecimal() and _session_of(int(name)) == session}
+    return {
+        int(name)
+        for name in os.listdir("/proc")
+        if name.isdecimal() and _session_of(int(name)) == session
+    }
 
 
 def _session_of(pid: int) -> int | None:
@@ -191,12 +209,16 @@ def _kill_member(pid: int, session: int) -> None:
 
 
 def environment_of(program: str, device: str | None = None) -> dict[str, str]:
-    """The environment of a child: the daemon's, as it is where the interpreter's own environment is activated.
+    """The environment of a child: the daemon's, as it is where the interpreter's own environment is
+    activated.
 
-    vLLM leaves out FlashInfer's kernels where it does not find ninja, which is usually installed beside the
-    interpreter, in a directory that a service manager does not search. With `device`, no other is visible.
+    vLLM leaves out FlashInfer's kernels where it does not find ninja, which is usually installed
+    beside the interpreter, in a directory that a service manager does not search. With `device`, no
+    other is visible.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN
+    }
     directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
     if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
         environment["PATH"] = f"{directory}{os.pathsep}{searched}"

@@ -1,4 +1,6 @@
-"""What the daemon counts for metrics: attaches, refusals and why, fallbacks that engines tell of. Starts at zero."""
+"""What the daemon counts for metrics: attaches, refusals and why, fallbacks that engines tell of.
+Starts at zero.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections import Counter
 from weightcached.daemon.caches import Caches
 from weightcached.wire.messages import Counters, Message, Mismatch
 
-# Field names hold names of the engine's environment variables, so a peer could invent them without end; codes likewise.
+# Field names hold names of the engine's environment variables, so a peer could invent them without
+# end; codes likewise.
 MAX_FIELDS = 100
 OTHER = "other"
 
@@ -49,7 +52,9 @@ class Tally:
             fallbacks=dict(self._fallbacks),
             adoptions=self._adoptions,
             digest_failures=digest_failures,
-            phase_seconds={cache.name: cache.generation.load_phases for cache in caches if cache.generation},
+            phase_seconds={
+                cache.name: cache.generation.load_phases for cache in caches if cache.generation
+            },
         )
 
 

@@ -1,7 +1,8 @@
-"""The daemon's place in the runtime directory: lock and socket, taken at the start, and again if somebody removes them.
+"""The daemon's place in the runtime directory: lock and socket, taken at the start, and again if
+somebody removes them.
 
-/run/user/<uid> goes with a user's last session, and people tidy up. What is served survives that in memory; the
-place has to be made again, or no engine finds it.
+/run/user/<uid> goes with a user's last session, and people tidy up. What is served survives that in
+memory; the place has to be made again, or no engine finds it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from weightcached.system.paths import create_runtime_dir, lock_path, socket_path
 
 log = logging.getLogger(__name__)
 
-# Short: whoever waits in it waits behind a flood. Further peers wait in connect(), each as one of many.
+# Short: whoever waits in it waits behind a flood. Further peers wait in connect(), each as one of
+# many.
 _BACKLOG = 32
 
 
 class Place:
-    """Lock and socket of `device` in `directory`. Raises RuntimePathError, and DeviceBusyError for a lock that is held.
+    """Lock and socket of `device` in `directory`. Raises RuntimePathError, and DeviceBusyError for
+    a lock that is held.
 
     Enter it to hold the lock; leave it to give both up.
     """
@@ -46,12 +49,16 @@ class Place:
         self._lock_fd = _locked(self._device, self._lock_path)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.leave()
         os.close(self._lock_fd)
 
     def listen(self) -> socket.socket:
-        """Bind with mode 0600, in place of what a dead daemon left: only the holder of the lock may."""
+        """Bind with mode 0600, in place of what a dead daemon left: only the holder of the lock
+        may.
+        """
         _unlink_stale(self.socket)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # From the first moment on: between bind() and a chmod() others could connect.
@@ -73,7 +80,9 @@ class Place:
         return self._bound is not None and _identity(self.socket) != self._bound
 
     def take_again(self) -> socket.socket:
-        """Make what is gone once more: directory, lock, socket. What others put there is left alone."""
+        """Make what is gone once more: directory, lock, socket. What others put there is left
+        alone.
+        """
         create_runtime_dir(self._directory)
         if _identity(self._lock_path) != _identity(self._lock_fd):
             lock_fd = _locked(self._device, self._lock_path)
@@ -96,12 +105,18 @@ def _identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def _locked(device: str, path: Path) -> int:
-    """A descriptor that holds the lock. The file stays: unlinking it would let two daemons lock two files."""
+    """A descriptor that holds the lock. The file stays: unlinking it would let two daemons lock two
+    files.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = f"free space or inodes: df -i {path.parent}" if full else "if something else is there, remove it"
+        mend = (
+            f"free space or inodes: df -i {path.parent}"
+            if full
+            else "if something else is there, remove it"
+        )
         raise RuntimePathError(f"cannot open the lock {path}: {e.strerror}; {mend}") from e
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,4 +1,5 @@
-"""Whose turn it is. Everything that a peer may make the daemon do waits here first, and who asked for least is next.
+"""Whose turn it is. Everything that a peer may make the daemon do waits here first, and who asked
+for least is next.
 
 Fairness is between processes, not connections: one that floods on hundreds of them waits behind itself alone
 (start-time fair queueing: each item starts where the process's last one ends, or where the queue is now).
@@ -17,16 +18,20 @@ BURIAL_UNITS = 1
 _BYTES_PER_UNIT = 4096
 # About 1 ms between two looks at the sockets.
 _UNITS_AT_ONCE = 2
-# A packet with descriptors keeps a thread busy for a fraction of that; many threads would keep the event loop waiting.
+# A packet with descriptors keeps a thread busy for a fraction of that; many threads would keep the
+# event loop waiting.
 _DESCRIPTORS_PAUSE_S = 0.002
 # Connections must end faster than they can come, or those that wait for their end would pile up.
 _BURIALS_PAUSE_S = 0.001
-# A message of the largest size takes up to 15 ms: no more than one falls into the 50 ms of a status.
+# A message of the largest size takes up to 15 ms: no more than one falls into the 50 ms of a
+# status.
 _LARGE_PAUSE_S = 0.1
 
 
 class Account:
-    """What one process has had done, as the place in the queue where its next item starts at the earliest."""
+    """What one process has had done, as the place in the queue where its next item starts at the
+    earliest.
+    """
 
     __slots__ = ("__weakref__", "start")
 
@@ -35,7 +40,8 @@ class Account:
 
 
 class Turns:
-    """A queue of which at most `units`, or one item, are let go on at a time, then again after `pause_s` seconds.
+    """A queue of which at most `units`, or one item, are let go on at a time, then again after
+    `pause_s` seconds.
 
     Without a pause that is one turn of the event loop, in which it also looks at its sockets.
     """
@@ -102,7 +108,9 @@ class Turns:
 
 
 class Queues:
-    """One queue for everything, and beside it one each for what costs more than its bytes or could hold others up."""
+    """One queue for everything, and beside it one each for what costs more than its bytes or could
+    hold others up.
+    """
 
     def __init__(self) -> None:
         self.requests = Turns(units=_UNITS_AT_ONCE)
@@ -122,7 +130,9 @@ class Ticket:
         self._large = queues.large.account(pid)
 
     async def turn(self, units: int = REQUEST_UNITS) -> None:
-        """Return when something may be done for it: a packet received, a connection greeted or buried."""
+        """Return when something may be done for it: a packet received, a connection greeted or
+        buried.
+        """
         await self._queues.requests.take(self._requests, units)
 
     def charge(self, nbytes: int) -> None:

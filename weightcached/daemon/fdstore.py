@@ -1,8 +1,10 @@
-"""The unit's file-descriptor store: a second copy of every descriptor, kept by systemd while the daemon is gone.
+"""The unit's file-descriptor store: a second copy of every descriptor, kept by systemd while the
+daemon is gone.
 
-One generation is one set: names "wc1.<first 40 hex digits of the index digest>.<place>", place "index" or the number
-of the segment. The index is stored first, so a set cut short by a crash is recognised as incomplete. Without
-NOTIFY_SOCKET every call does nothing. See sd_notify(3) and sd_listen_fds(3).
+One generation is one set: names "wc1.<first 40 hex digits of the index digest>.<place>", place
+"index" or the number of the segment. The index is stored first, so a set cut short by a crash is
+recognised as incomplete. Without NOTIFY_SOCKET every call does nothing. See sd_notify(3) and
+sd_listen_fds(3).
 """
 
 from __future__ import annotations
@@ -55,11 +57,14 @@ class FdStore:
         return self._address is not None
 
     def put(self, generation: Generation) -> None:
-        """Store all descriptors of a generation; returns once the manager has taken them. Raises StoreError."""
+        """Store all descriptors of a generation; returns once the manager has taken them. Raises
+        StoreError.
+        """
         tag = _tag(generation.index_digest)
         with self._connected() as sock, generation.handout() as fds:
             for place, fd in zip([_INDEX, *map(str, range(len(fds) - 1))], fds, strict=True):
-                # FDPOLL=0: the manager would otherwise watch the descriptor and drop it on POLLHUP or POLLERR.
+                # FDPOLL=0: the manager would otherwise watch the descriptor and drop it on POLLHUP
+                # or POLLERR.
                 _send(sock, f"FDSTORE=1\nFDNAME={tag}.{place}\nFDPOLL=0", fd.fileno())
             _barrier(sock)
 
@@ -67,10 +72,14 @@ class FdStore:
         """Take a generation out. Raises StoreError."""
         tag = _tag(generation.index_digest)
         # Segments first: cut short, what stays is an index without segments, which adopt() drops.
-        self.remove_names([*(f"{tag}.{n}" for n in range(len(generation.segment_nbytes))), f"{tag}.{_INDEX}"])
+        self.remove_names(
+            [*(f"{tag}.{n}" for n in range(len(generation.segment_nbytes))), f"{tag}.{_INDEX}"]
+        )
 
     def remove_names(self, names: list[str]) -> None:
-        """Take descriptors out by name; returns once the manager has closed them. Raises StoreError."""
+        """Take descriptors out by name; returns once the manager has closed them. Raises
+        StoreError.
+        """
         with self._connected() as sock:
             for name in names:
                 _send(sock, f"FDSTOREREMOVE=1\nFDNAME={name}")
@@ -90,18 +99,24 @@ class FdStore:
                 sock.connect(address)
                 yield sock
         except OSError as e:
-            raise StoreError(f"the service manager's socket {self._address}: {e.strerror or e}") from e
+            raise StoreError(
+                f"the service manager's socket {self._address}: {e.strerror or e}"
+            ) from e
 
 
 def _send(sock: socket.socket | None, state: str, fd: int | None = None) -> None:
     if sock is None:
         return
-    ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    ancillary = (
+        [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    )
     sock.sendmsg([state.encode()], ancillary, socket.MSG_NOSIGNAL)
 
 
 def _barrier(sock: socket.socket | None) -> None:
-    """Return once the manager has worked through everything sent so far: it then closes its end of a pipe."""
+    """Return once the manager has worked through everything sent so far: it then closes its end of
+    a pipe.
+    """
     if sock is None:
         return
     reader, writer = map(OwnedFd, os.pipe2(os.O_CLOEXEC))
@@ -139,17 +154,22 @@ def inherited(environ: MutableMapping[str, str]) -> list[Stored]:
 
 
 class Expected(NamedTuple):
-    """What a set must have been made for. `driver` is None where it is unknown: then it is not compared."""
+    """What a set must have been made for. `driver` is None where it is unknown: then it is not
+    compared.
+    """
 
     device: str
     boot_id: str
     driver: str | None
 
 
-def adopt(stored: list[Stored], expected: Expected, drop_names: Callable[[list[str]], None]) -> list[Generation]:
+def adopt(
+    stored: list[Stored], expected: Expected, drop_names: Callable[[list[str]], None]
+) -> list[Generation]:
     """Turn the store's descriptors back into generations, at most one per cache.
 
-    What cannot be used is closed, taken out of the store through `drop_names`, and logged with the reason.
+    What cannot be used is closed, taken out of the store through `drop_names`, and logged with the
+    reason.
     """
     sets: dict[str, dict[str, OwnedFd]] = {}
     for name, fd in stored:
@@ -157,10 +177,14 @@ def adopt(stored: list[Stored], expected: Expected, drop_names: Callable[[list[s
         tag, place = match.groups() if match else ("", "")
         members = sets.setdefault(tag, {})
         if match is None:
-            # Not ours, or from another version of this software: of no use, and it would never be freed.
-            _drop(printable(name), "its name is not one of this version's", [(name, fd)], drop_names)
+            # Not ours, or from another version of this software: of no use, and it would never be
+            # freed.
+            _drop(
+                printable(name), "its name is not one of this version's", [(name, fd)], drop_names
+            )
         else:
-            # A second descriptor of one name makes the set unusable: removing either would remove both.
+            # A second descriptor of one name makes the set unusable: removing either would remove
+            # both.
             members[place if place not in members else f"{place}.again"] = fd
     kept: dict[str, Generation] = {}
     for tag, members in sets.items():
@@ -184,8 +208,12 @@ def _adopt_set(
         return
     rival = kept.get(generation.cache)
     if rival is not None:
-        generation, rival = (generation, rival) if generation.number > rival.number else (rival, generation)
-        names = [f"{_tag(rival.index_digest)}.{p}" for p in (_INDEX, *range(len(rival.segment_nbytes)))]
+        generation, rival = (
+            (generation, rival) if generation.number > rival.number else (rival, generation)
+        )
+        names = [
+            f"{_tag(rival.index_digest)}.{p}" for p in (_INDEX, *range(len(rival.segment_nbytes)))
+        ]
         reason = f"{rival.cache} has generation {generation.number}, this is {rival.number}"
         _drop(rival.index_digest[:40], reason, list(zip(names, rival.fds, strict=True)), drop_names)
     kept[generation.cache] = generation
@@ -208,7 +236,9 @@ def _generation(tag: str, members: dict[str, OwnedFd], expected: Expected) -> Ge
     count = len(index.segments)
     places = [str(number) for number in range(count)]
     if set(members) != {_INDEX, *places}:
-        raise IndexFormatError(f"it is not complete: its index lists {count} segments, {len(members) - 1} are stored")
+        raise IndexFormatError(
+            f"it is not complete: its index lists {count} segments, {len(members) - 1} are stored"
+        )
     segments = [members[place] for place in places]
     if is_host_device(expected.device):
         for number, (fd, record) in enumerate(zip(segments, index.segments, strict=True)):
@@ -220,14 +250,23 @@ def _generation(tag: str, members: dict[str, OwnedFd], expected: Expected) -> Ge
 
 def _check_origin(index: TensorIndex, expected: Expected) -> None:
     if index.device != expected.device:
-        raise IndexFormatError(f"it is of device {index.device}, this daemon serves {expected.device}")
+        raise IndexFormatError(
+            f"it is of device {index.device}, this daemon serves {expected.device}"
+        )
     if index.boot_id != expected.boot_id:
         raise IndexFormatError(f"it is of boot {index.boot_id}, this one is {expected.boot_id}")
     if expected.driver is not None and index.driver != expected.driver:
-        raise IndexFormatError(f"it was made under driver {index.driver}, loaded is {expected.driver}")
+        raise IndexFormatError(
+            f"it was made under driver {index.driver}, loaded is {expected.driver}"
+        )
 
 
-def _drop(what: str, reason: str, named: list[tuple[str, OwnedFd]], drop_names: Callable[[list[str]], None]) -> None:
+def _drop(
+    what: str,
+    reason: str,
+    named: list[tuple[str, OwnedFd]],
+    drop_names: Callable[[list[str]], None],
+) -> None:
     log.warning("stored set dropped set=%s descriptors=%d reason=%s", what, len(named), reason)
     close_all(fd for _, fd in named)
     try:
@@ -237,7 +276,9 @@ def _drop(what: str, reason: str, named: list[tuple[str, OwnedFd]], drop_names: 
 
 
 def current_driver(device: str) -> str | None:
-    """What must not change under a segment while it is stored, as its backend names it; None where it is unknown."""
+    """What must not change under a segment while it is stored, as its backend names it; None where
+    it is unknown.
+    """
     if is_host_device(device):
         return None
     version = devices.kernel_driver_version()

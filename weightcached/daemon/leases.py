@@ -1,7 +1,8 @@
-"""Leases: which engines hold which generation. A lease is an open connection; its end is the connection's end.
+"""Leases: which engines hold which generation. A lease is an open connection; its end is the
+connection's end.
 
-Memory is not counted here: an engine's mappings keep segments alive by themselves. Leases say whom a Drop or a
-Release would surprise.
+Memory is not counted here: an engine's mappings keep segments alive by themselves. Leases say whom
+a Drop or a Release would surprise.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ class Broadcast:
         self._event = asyncio.Event()
 
     def next(self) -> asyncio.Event:
-        """The next fire(), to be taken before looking at what may change and given to wait() afterwards."""
+        """The next fire(), to be taken before looking at what may change and given to wait()
+        afterwards.
+        """
         return self._event
 
-    async def wait(self, event: asyncio.Event | None = None, *, timeout_s: float | None = None) -> None:
+    async def wait(
+        self, event: asyncio.Event | None = None, *, timeout_s: float | None = None
+    ) -> None:
         """Return once `event`, by default the next one, has fired, or after the timeout."""
         event = event or self._event
         try:

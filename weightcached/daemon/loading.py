@@ -1,7 +1,8 @@
 """One run of the loader child: from the job to a complete, checked generation.
 
-A loader is not trusted to be well: it may crash, hang, be killed, or deliver half of what it promised. Whatever it
-does, run() returns a complete and checked delivery or raises LoadFailedError, and nothing of it is left running.
+A loader is not trusted to be well: it may crash, hang, be killed, or deliver half of what it
+promised. Whatever it does, run() returns a complete and checked delivery or raises LoadFailedError,
+and nothing of it is left running.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Delivery:
 
 
 class LoadRequest(NamedTuple):
-    """One cache to load, as the manifest has it. `python` is the interpreter of the model's engine, ours if None."""
+    """One cache to load, as the manifest has it. `python` is the interpreter of the model's engine,
+    ours if None.
+    """
 
     device: str
     cache: str
@@ -93,9 +96,10 @@ OnKey = Callable[[WeightCacheKey], None]
 class LoaderRun:
     """One run of the loader.
 
-    on_progress(phase, done_bytes, total_bytes) says whether that was progress; without any for `stall_timeout_s`
-    the child is killed. A run whose `turn` is not set when it starts keeps away from the device until it is; how long
-    that takes is not the child's fault. `command` replaces the interpreter and module, for tests.
+    on_progress(phase, done_bytes, total_bytes) says whether that was progress; without any for
+    `stall_timeout_s` the child is killed. A run whose `turn` is not set when it starts keeps away
+    from the device until it is; how long that takes is not the child's fault. `command` replaces
+    the interpreter and module, for tests.
     """
 
     def __init__(
@@ -116,7 +120,9 @@ class LoaderRun:
         if turn is None:
             self._turn.set()
         self._stall_timeout_s = stall_timeout_s
-        self._command = list(command or (request.python or sys.executable, "-m", "weightcached.loader"))
+        self._command = list(
+            command or (request.python or sys.executable, "-m", "weightcached.loader")
+        )
         self._deadline_s = 0.0
         self._last = "starting"
         self._index: OwnedFd | None = None
@@ -124,7 +130,9 @@ class LoaderRun:
         self._segments: list[OwnedFd] = []
 
     async def run(self) -> Delivery:
-        """Load. Raises LoadFailedError; on that and on cancellation every descriptor is closed, the child killed."""
+        """Load. Raises LoadFailedError; on that and on cancellation every descriptor is closed, the
+        child killed.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         waits = self._waits
         try:
@@ -134,8 +142,8 @@ class LoaderRun:
                 ours.setblocking(False)
                 async with child, self._turn_given(ours, waits=waits):
                     await self._receive(ours, child)
-                    # Published only once the child is gone: its device context counts against the first engine's
-                    # memory, and the next load's.
+                    # Published only once the child is gone: its device context counts against the
+                    # first engine's memory, and the next load's.
                     await self._hear_out(ours, child)
                     await self._await_exit(child)
             return await asyncio.to_thread(self._check)
@@ -147,14 +155,21 @@ class LoaderRun:
         request = self._request
         job = encode_job(request.job(socket_fd, waits=waits))
         try:
-            child = Child(self._command, self._name, stdin=job, device=request.device, pass_fds=[socket_fd])
+            child = Child(
+                self._command, self._name, stdin=job, device=request.device, pass_fds=[socket_fd]
+            )
         except OSError as e:
             raise LoadFailedError(
                 f"loader of {self._name} cannot be started with {self._command[0]}: {e.strerror}; "
                 "python: in the manifest names the interpreter that runs the engine",
                 permanent=isinstance(e, FileNotFoundError | PermissionError | NotADirectoryError),
             ) from e
-        log.info("loader started cache=%s generation=%d pid=%d", self._name, request.generation, child.pid)
+        log.info(
+            "loader started cache=%s generation=%d pid=%d",
+            self._name,
+            request.generation,
+            child.pid,
+        )
         return child
 
     @property
@@ -197,17 +212,27 @@ class LoaderRun:
                 self._deadline_s = loop.time() + self._stall_timeout_s
 
     async def _next_packet(self, ours: socket.socket, child: Child) -> Packet:
-        """What the child says next. Raises EOFError also for a dead child whose end a grandchild still holds."""
+        """What the child says next. Raises EOFError also for a dead child whose end a grandchild
+        still holds.
+        """
         if not child.exit.done():
             loop = asyncio.get_running_loop()
             listener = asyncio.create_task(packets.recv(ours, max_fds=MAX_PACKET_FDS))
             try:
                 while not child.exit.done():
-                    left_s = self._stall_timeout_s if self._waits else self._deadline_s - loop.time()
-                    await asyncio.wait({listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                    left_s = (
+                        self._stall_timeout_s if self._waits else self._deadline_s - loop.time()
+                    )
+                    await asyncio.wait(
+                        {listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                    )
                     if listener.done():
                         return listener.result()
-                    if not self._waits and loop.time() >= self._deadline_s and not child.exit.done():
+                    if (
+                        not self._waits
+                        and loop.time() >= self._deadline_s
+                        and not child.exit.done()
+                    ):
                         raise self._stalled()
             finally:
                 listener.cancel()
@@ -231,7 +256,9 @@ class LoaderRun:
                 self._last = f"{message.phase}, {message.done_bytes} of {message.total_bytes} bytes"
                 return self._on_progress(message.phase, message.done_bytes, message.total_bytes)
             if isinstance(message, LoaderFailed):
-                raise LoadFailedError(printable(message.message) or message.code, permanent=message.permanent)
+                raise LoadFailedError(
+                    printable(message.message) or message.code, permanent=message.permanent
+                )
             if isinstance(message, LoaderKey):
                 self._on_key(message.key)
             elif isinstance(message, LoaderIndex):
@@ -257,7 +284,12 @@ class LoaderRun:
 
     def _take_segments(self, message: Descriptors, fds: list[OwnedFd]) -> None:
         first, self._segments = len(self._segments), [*self._segments, *fds]
-        if self._index is None or message.first != first or not fds or len(self._segments) > self._expected:
+        if (
+            self._index is None
+            or message.first != first
+            or not fds
+            or len(self._segments) > self._expected
+        ):
             raise ProtocolError(
                 f"descriptors {message.first} to {message.first + len(fds) - 1} came where number {first} "
                 f"of {self._expected} was next"
@@ -276,7 +308,9 @@ class LoaderRun:
         )
 
     async def _hear_out(self, ours: socket.socket, child: Child) -> None:
-        """Let a child that has delivered everything go on, to tune kernels, for as long as it tells of progress."""
+        """Let a child that has delivered everything go on, to tune kernels, for as long as it tells
+        of progress.
+        """
         loop = asyncio.get_running_loop()
         self._deadline_s = loop.time() + _EXIT_TIMEOUT_S
         # Nobody needs what it says now, nor that it says it well.
@@ -301,7 +335,11 @@ class LoaderRun:
             status = None
         if self._complete:
             if status != 0:
-                log.warning("loader delivered everything and ended badly cache=%s status=%s", self._name, status)
+                log.warning(
+                    "loader delivered everything and ended badly cache=%s status=%s",
+                    self._name,
+                    status,
+                )
             return
         raise LoadFailedError(self._death(status, child.last_error_line))
 
@@ -312,7 +350,9 @@ class LoaderRun:
         if status == -signal.SIGKILL:
             return f"{name} died of SIGKILL; if the kernel ran out of memory, 'journalctl --user -k' or dmesg says so"
         if status < 0:
-            return f"{name} died of {signal_name(-status)}" + (f": {last_line}" if last_line else "")
+            return f"{name} died of {signal_name(-status)}" + (
+                f": {last_line}" if last_line else ""
+            )
         if status > 0:
             return f"{name} ended with status {status}: {last_line or 'it printed no reason'}"
         if self._index is None:
@@ -333,11 +373,17 @@ class LoaderRun:
             if asked != got:
                 raise self._protocol_fault(f"its index has {field} {got!r}, asked was {asked!r}")
         if len(index.segments) != len(self._segments):
-            raise self._protocol_fault(f"its index lists {len(index.segments)} segments, {len(self._segments)} came")
+            raise self._protocol_fault(
+                f"its index lists {len(index.segments)} segments, {len(self._segments)} came"
+            )
         if is_host_device(self._request.device) != (index.backend == "host"):
-            raise self._protocol_fault(f"its index has backend {index.backend!r} for device {index.device}")
+            raise self._protocol_fault(
+                f"its index has backend {index.backend!r} for device {index.device}"
+            )
         if index.backend == "host":
-            for number, (fd, segment) in enumerate(zip(self._segments, index.segments, strict=True)):
+            for number, (fd, segment) in enumerate(
+                zip(self._segments, index.segments, strict=True)
+            ):
                 fault = host_segment_fault(fd.fileno(), segment.nbytes)
                 if fault:
                     raise self._protocol_fault(f"segment {number} {fault}")

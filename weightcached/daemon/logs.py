@@ -1,4 +1,6 @@
-"""Logging of the daemon: one line per fact on standard error, in the form that journald reads levels from."""
+"""Logging of the daemon: one line per fact on standard error, in the form that journald reads
+levels from.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ import sys
 import time
 
 # sd-daemon(3): a line that begins with <N> is filed under syslog priority N.
-_PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+_PRIORITY = {
+    logging.DEBUG: 7,
+    logging.INFO: 6,
+    logging.WARNING: 4,
+    logging.ERROR: 3,
+    logging.CRITICAL: 2,
+}
 PEER_LOGGERS = ("weightcached.daemon.server", "weightcached.daemon.session")
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -22,7 +30,8 @@ class _JournalFormatter(logging.Formatter):
 
 
 class Sparing(logging.Filter):
-    """Lets through so many lines at once, then so many a second, errors always; says how many it left out.
+    """Lets through so many lines at once, then so many a second, errors always; says how many it
+    left out.
 
     For lines that peers cause: a hostile one must fill neither disk nor journal.
     """
@@ -68,5 +77,7 @@ def configure(level: str) -> None:
 
 
 def printable(text: str, limit: int = 2000) -> str:
-    """`text` on one line, without control characters: what others wrote must not forge log lines."""
+    """`text` on one line, without control characters: what others wrote must not forge log
+    lines.
+    """
     return "".join(c if c.isprintable() else "?" for c in text.strip())[:limit]

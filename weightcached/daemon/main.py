@@ -34,7 +34,13 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
-from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, DeviceBusyError, ManifestError, RuntimePathError
+from weightcached.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILURE,
+    DeviceBusyError,
+    ManifestError,
+    RuntimePathError,
+)
 from weightcached.system.paths import check_device, runtime_dir
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
 
@@ -52,7 +58,9 @@ _SWITCH_INTERVAL_S = 0.001
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line gives. `loader_command`, and the two times, are there for tests and for emergencies."""
+    """What the command line gives. `loader_command`, and the two times, are there for tests and for
+    emergencies.
+    """
 
     device: str
     manifest: Path | None = None
@@ -64,8 +72,11 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before it serves."""
-    # What comes before the event loop listens is kept for it: an early stop, too, is an orderly one.
+    """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before
+    it serves.
+    """
+    # What comes before the event loop listens is kept for it: an early stop, too, is an orderly
+    # one.
     signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     device = check_device(options.device)
     directory = options.socket_dir or runtime_dir()
@@ -77,7 +88,9 @@ def run(options: Options) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    """One descriptor per segment and two per peer; also the bound of what may be in flight to engines."""
+    """One descriptor per segment and two per peer; also the bound of what may be in flight to
+    engines.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -88,7 +101,13 @@ def _adopt(device: str, store: fdstore.FdStore) -> list[Generation]:
     expected = fdstore.Expected(device, _boot_id(), fdstore.current_driver(device))
     generations = fdstore.adopt(fdstore.inherited(os.environ), expected, store.remove_names)
     for g in generations:
-        log.info("adopted cache=%s generation=%d segments=%d bytes=%d", g.cache, g.number, len(g.fds) - 1, g.nbytes)
+        log.info(
+            "adopted cache=%s generation=%d segments=%d bytes=%d",
+            g.cache,
+            g.number,
+            len(g.fds) - 1,
+            g.nbytes,
+        )
     return generations
 
 
@@ -97,7 +116,11 @@ def _boot_id() -> str:
 
 
 async def _live(
-    options: Options, place: Place, listener: socket.socket, store: fdstore.FdStore, adopted: list[Generation]
+    options: Options,
+    place: Place,
+    listener: socket.socket,
+    store: fdstore.FdStore,
+    adopted: list[Generation],
 ) -> int:
     """From the bound socket to the exit status."""
     _shorten_stalls()
@@ -125,7 +148,9 @@ async def _live(
 
 
 def _shorten_stalls() -> None:
-    """Python's own pauses on the event loop: a full collection took 10 ms, a thread may keep others out for 5 ms."""
+    """Python's own pauses on the event loop: a full collection took 10 ms, a thread may keep others
+    out for 5 ms.
+    """
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -157,7 +182,9 @@ class Daemon:
             self.matcher,
             store,
             self._notifier,
-            partial(LoaderRun, stall_timeout_s=options.stall_timeout_s, command=options.loader_command),
+            partial(
+                LoaderRun, stall_timeout_s=options.stall_timeout_s, command=options.loader_command
+            ),
             device=self.device,
             boot_id=_boot_id(),
             manifest=options.manifest,
@@ -179,7 +206,9 @@ class Daemon:
             self.caches.adopt(generation)
 
     async def start(self) -> int | None:
-        """Serve, load what is missing, say so. Returns an exit status if there is nothing to live for."""
+        """Serve, load what is missing, say so. Returns an exit status if there is nothing to live
+        for.
+        """
         # What was adopted is served before the manifest is even read.
         self._server.start()
         status = await self._first_reconcile()
@@ -189,7 +218,11 @@ class Daemon:
         try:
             await shake_hands(self._place.socket, timeout_s=_HANDSHAKE_TIMEOUT_S)
         except HANDSHAKE_ERRORS as e:
-            log.error("handshake with our own socket failed, giving up socket=%s error=%r", self._place.socket, e)
+            log.error(
+                "handshake with our own socket failed, giving up socket=%s error=%r",
+                self._place.socket,
+                e,
+            )
             return EXIT_FAILURE
         await self._notifier.ready(self._summary())
         log.info("serving device=%s socket=%s %s", self.device, self._place.socket, self._summary())
@@ -201,7 +234,9 @@ class Daemon:
         return None
 
     async def _first_reconcile(self) -> int | None:
-        """Load what is missing. Returns the failure's exit status when nothing at all can be served."""
+        """Load what is missing. Returns the failure's exit status when nothing at all can be
+        served.
+        """
         try:
             outcomes = await self.reconciler.run()
         except ManifestError as e:
@@ -213,7 +248,9 @@ class Daemon:
         return EXIT_FAILURE if self.reconciler.transient_failures & set(failed) else EXIT_CONFIG
 
     async def stop(self) -> None:
-        """The reverse of start: nobody new, no child, no peer, no descriptor. The manager frees its own copies."""
+        """The reverse of start: nobody new, no child, no peer, no descriptor. The manager frees its
+        own copies.
+        """
         await self._notifier.stopping()
         # 1. Nobody new.
         await self._server.stop_accepting()
@@ -252,7 +289,9 @@ class Daemon:
         Refused where too many wait already: peers that ask and leave must not pile them up.
         """
         if self._reloads >= MAX_RELOADS:
-            message = f"{MAX_RELOADS} reloads wait for their turn already: try again when they are over"
+            message = (
+                f"{MAX_RELOADS} reloads wait for their turn already: try again when they are over"
+            )
             return Refused(code="busy", message=message)
         self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only))
@@ -318,23 +357,30 @@ class Daemon:
             try:
                 await self._server.accept_on(self._place.take_again())
             except DeviceBusyError as e:
-                # Not unreachable: once the manager has replaced us, the other's end is all that is needed.
+                # Not unreachable: once the manager has replaced us, the other's end is all that is
+                # needed.
                 log.error("our place was taken socket=%s error=%s", self._place.socket, e)
             except RuntimePathError as e:
                 if str(e) != self._unreachable:
-                    log.error("our socket is gone and cannot be made again socket=%s error=%s", self._place.socket, e)
+                    log.error(
+                        "our socket is gone and cannot be made again socket=%s error=%s",
+                        self._place.socket,
+                        e,
+                    )
                     self._notifier.status(f"unreachable: {e}")
                 self._unreachable = str(e)
             else:
                 self._unreachable = ""
-                log.warning("our socket was removed, it is made again socket=%s", self._place.socket)
+                log.warning(
+                    "our socket was removed, it is made again socket=%s", self._place.socket
+                )
                 self._notifier.status(self._summary())
 
     async def _feed_watchdog(self, period_s: float) -> None:
         """Tell the manager that we live, only while a peer would be served.
 
-        Or while there is no place for a socket: a new daemon would not find one either, give up, and the weights would
-        be lost.
+        Or while there is no place for a socket: a new daemon would not find one either, give up,
+        and the weights would be lost.
         """
         while True:
             try:
@@ -345,5 +391,7 @@ class Daemon:
                 if self._unreachable:
                     self._notifier.alive()
                 else:
-                    log.error("handshake with our own socket failed, the watchdog is not fed error=%r", e)
+                    log.error(
+                        "handshake with our own socket failed, the watchdog is not fed error=%r", e
+                    )
             await asyncio.sleep(period_s)

@@ -1,7 +1,8 @@
 """Which cache fits a key: the daemon's side of "never the wrong weights".
 
-All fields of the key but the checkpoint compare by equality; the checkpoint goes through identity.decide(). When that
-needs the daemon's own full digest, a child makes it, once per generation, and only from files that are unchanged.
+All fields of the key but the checkpoint compare by equality; the checkpoint goes through
+identity.decide(). When that needs the daemon's own full digest, a child makes it, once per
+generation, and only from files that are unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from weightcached.checkpoint.identity import CheckpointIdentity, Different, Equal, Need, changed_files, decide
+from weightcached.checkpoint.identity import (
+    CheckpointIdentity,
+    Different,
+    Equal,
+    Need,
+    changed_files,
+    decide,
+)
 from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.errors import CheckpointError, WeightcachedError
 from weightcached.index.key import WeightCacheKey
@@ -61,7 +69,8 @@ class Matcher:
     async def match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
         """The generation that `key` matches, or the message that says why there is none (yet).
 
-        Equal samples of the checkpoints are enough if the manifest says so for the cache, or `sampled` for the engine.
+        Equal samples of the checkpoints are enough if the manifest says so for the cache, or
+        `sampled` for the engine.
         """
         offers = self._offers(key)
         if not offers:
@@ -78,7 +87,9 @@ class Matcher:
                 nearest.append(_mismatch(offer.cache, [FieldMismatch(*field) for field in fields]))
                 continue
             verdict = decide(
-                _identity(offer, offer.key), key.checkpoint, mode="sampled" if sampled else offer.cache.identity
+                _identity(offer, offer.key),
+                key.checkpoint,
+                mode="sampled" if sampled else offer.cache.identity,
             )
             if isinstance(verdict, Equal):
                 return _final(offer)
@@ -111,11 +122,16 @@ class Matcher:
         gone = [_Offer(c, c.last_key, None) for c in caches if not c.generation and not c.load]
         return served + loading + gone
 
-    async def _settle(self, undecided: _Undecided, asked: WeightCacheKey, *, sampled: bool) -> Answer:
-        """Neither equal nor different so far: have the missing digest made, by the engine or by us."""
+    async def _settle(
+        self, undecided: _Undecided, asked: WeightCacheKey, *, sampled: bool
+    ) -> Answer:
+        """Neither equal nor different so far: have the missing digest made, by the engine or by
+        us.
+        """
         offer, need = undecided
         if not isinstance(offer.what, Generation) or offer.key is None:
-            # What is loading is compared for good once it is served; what failed or was released never is.
+            # What is loading is compared for good once it is served; what failed or was released
+            # never is.
             return _final(offer)
         generation = offer.what
         if await asyncio.to_thread(changed_files, offer.key.checkpoint):
@@ -125,7 +141,9 @@ class Matcher:
             return _checkpoint_mismatch(offer.cache, offer.key, asked, reason)
         task = self._full_digest(generation) if "cached" in need.sides else None
         if "asked" in need.sides:
-            return NeedDigest(rung=need.rung, files=[f.name for f in asked.checkpoint.files if len(f.name) <= 300])
+            return NeedDigest(
+                rung=need.rung, files=[f.name for f in asked.checkpoint.files if len(f.name) <= 300]
+            )
         if task is not None and task.done():
             self.forget(generation)
             if task.result():
@@ -149,7 +167,12 @@ class Matcher:
                 raise CheckpointError(CHANGED)
         except WeightcachedError as e:
             self.digest_failures += 1
-            log.error("digest failed cache=%s generation=%d error=%s", generation.cache, generation.number, e)
+            log.error(
+                "digest failed cache=%s generation=%d error=%s",
+                generation.cache,
+                generation.number,
+                e,
+            )
             return str(e)
         else:
             generation.full_digest = digest
@@ -173,7 +196,11 @@ def _final(offer: _Offer) -> Answer:
         return offer.what
     if isinstance(offer.what, LoadProgress):
         return loading(cache, offer.what)
-    return Released(cache=cache.name) if cache.state == "released" else Failed(cache=cache.name, error=cache.error)
+    return (
+        Released(cache=cache.name)
+        if cache.state == "released"
+        else Failed(cache=cache.name, error=cache.error)
+    )
 
 
 def loading(cache: Cache, load: LoadProgress) -> Loading:
@@ -188,7 +215,9 @@ def loading(cache: Cache, load: LoadProgress) -> Loading:
 
 
 def _without_match(unknown: list[_Offer], nearest: list[Mismatch]) -> Answer:
-    """No known key matches: a load whose key is not known yet still may, else the nearest one is named."""
+    """No known key matches: a load whose key is not known yet still may, else the nearest one is
+    named.
+    """
     for offer in unknown:
         if isinstance(offer.what, LoadProgress):
             return loading(offer.cache, offer.what)
@@ -201,12 +230,20 @@ def _mismatch(cache: Cache, fields: list[FieldMismatch]) -> Mismatch:
     return Mismatch(cache=cache.name, fields=fields)
 
 
-def _checkpoint_mismatch(cache: Cache, cached: WeightCacheKey, asked: WeightCacheKey, reason: str) -> Mismatch:
-    field = FieldMismatch("checkpoint", f"{cached.checkpoint.root} ({reason})", asked.checkpoint.root)
+def _checkpoint_mismatch(
+    cache: Cache, cached: WeightCacheKey, asked: WeightCacheKey, reason: str
+) -> Mismatch:
+    field = FieldMismatch(
+        "checkpoint", f"{cached.checkpoint.root} ({reason})", asked.checkpoint.root
+    )
     return _mismatch(cache, [field])
 
 
-def _digest_failure(cache: Cache, cached: WeightCacheKey, asked: WeightCacheKey, error: str) -> Answer:
+def _digest_failure(
+    cache: Cache, cached: WeightCacheKey, asked: WeightCacheKey, error: str
+) -> Answer:
     if error == CHANGED:
         return _checkpoint_mismatch(cache, cached, asked, CHANGED)
-    return Failed(cache=cache.name, error=f"the full digest of its checkpoint could not be made: {error}")
+    return Failed(
+        cache=cache.name, error=f"the full digest of its checkpoint could not be made: {error}"
+    )

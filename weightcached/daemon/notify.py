@@ -1,4 +1,5 @@
-"""What systemd is told: readiness, progress, reloads, the watchdog and the end. Does nothing outside of a unit.
+"""What systemd is told: readiness, progress, reloads, the watchdog and the end. Does nothing
+outside of a unit.
 
 Descriptors go to the manager through fdstore.py.
 """
@@ -16,7 +17,8 @@ from weightcached.daemon.caches import Cache, LoadProgress
 
 # systemd passes over a datagram of more than 4096 bytes, whatever else is in it.
 _STATUS_CHARS = 3500
-# Start-up may take an hour and shows it; one status line a second within a phase is enough for that.
+# Start-up may take an hour and shows it; one status line a second within a phase is enough for
+# that.
 _PROGRESS_PERIOD_S = 1.0
 _MANAGER_TIMEOUT_S = 30.0
 
@@ -29,9 +31,9 @@ def _plain(text: str) -> str:
 class Notifier:
     """Speaks to the manager named in NOTIFY_SOCKET.
 
-    What the manager must not miss is sent from a thread and may wait for it; status and watchdog never wait.
-    `extend_s` is how long the manager shall wait for the next progress; more than the loader's stall timeout, so that
-    a stalled loader is ended by us, with a reason.
+    What the manager must not miss is sent from a thread and may wait for it; status and watchdog
+    never wait. `extend_s` is how long the manager shall wait for the next progress; more than the
+    loader's stall timeout, so that a stalled loader is ended by us, with a reason.
     """
 
     def __init__(self, *, extend_s: float) -> None:
@@ -50,7 +52,9 @@ class Notifier:
         await self._say(f"READY=1\nSTATUS={_plain(status)}")
 
     async def reloading(self) -> None:
-        await self._say(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}\nSTATUS=reloading")
+        await self._say(
+            f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}\nSTATUS=reloading"
+        )
 
     async def stopping(self) -> None:
         await self._say("STOPPING=1")
@@ -62,7 +66,9 @@ class Notifier:
         self._hasty.notify("WATCHDOG=1")
 
     def progress(self, cache: Cache, load: LoadProgress) -> None:
-        """A load has got further: show it, and ask for more time. To be called for real progress only."""
+        """A load has got further: show it, and ask for more time. To be called for real progress
+        only.
+        """
         now_s = time.monotonic()
         phase = (cache.name, load.phase)
         if now_s >= self._next_progress_s or phase != self._phase:
@@ -91,7 +97,9 @@ def describe(name: str, load: LoadProgress) -> str:
 
 
 def watchdog_period_s(environ: Mapping[str, str]) -> float | None:
-    """How often to call alive(): half of what the manager allows this very process, None where it does not watch."""
+    """How often to call alive(): half of what the manager allows this very process, None where it
+    does not watch.
+    """
     usec, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", str(os.getpid()))
     if not usec.isdecimal() or int(usec) == 0 or pid != str(os.getpid()):
         return None

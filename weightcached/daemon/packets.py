@@ -1,4 +1,6 @@
-"""wire/framing.py, awaited: the same packets on non-blocking sockets of the event loop. Knows no messages."""
+"""wire/framing.py, awaited: the same packets on non-blocking sockets of the event loop. Knows no
+messages.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from collections.abc import Sequence
 
 from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, send_packet
 
-# How long a sender waits when too many descriptors of this user are in flight (unix(7), ETOOMANYREFS).
+# How long a sender waits when too many descriptors of this user are in flight (unix(7),
+# ETOOMANYREFS).
 _IN_FLIGHT_RETRY_S = 0.05
 _CONNECT_RETRY_S = 0.001
 
@@ -40,7 +43,9 @@ async def _writable(fd: int) -> None:
         loop.remove_writer(fd)
 
 
-async def recv(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES) -> Packet:
+async def recv(
+    sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES
+) -> Packet:
     """The next packet; raises as recv_packet() does. No deadline of its own."""
     # One turn of the loop per packet, or whoever floods would be the only one served.
     await asyncio.sleep(0)
@@ -51,8 +56,12 @@ async def recv(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_
             await readable(sock.fileno())
 
 
-async def send(sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, timeout_s: float) -> None:
-    """Send one packet; the caller keeps its descriptors. Raises TimeoutError, and what send_packet() raises."""
+async def send(
+    sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, timeout_s: float
+) -> None:
+    """Send one packet; the caller keeps its descriptors. Raises TimeoutError, and what
+    send_packet() raises.
+    """
     async with asyncio.timeout(timeout_s):
         while True:
             try:
@@ -76,8 +85,8 @@ async def connect(path: str, *, timeout_s: float) -> socket.socket:
                     sock.connect(path)
                     return sock
                 except BlockingIOError:
-                    # The listener's backlog is full; nothing tells when it no longer is. Where peers fill it, too,
-                    # places are taken as soon as they are free.
+                    # The listener's backlog is full; nothing tells when it no longer is. Where
+                    # peers fill it, too, places are taken as soon as they are free.
                     await asyncio.sleep(_CONNECT_RETRY_S)
     except BaseException:
         sock.close()

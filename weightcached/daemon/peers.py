@@ -18,7 +18,9 @@ class PeerRefusedError(Exception):
 
 
 class Peer:
-    """A connected process of our own user. `pid` is 0 where it lives in a pid namespace that we cannot see."""
+    """A connected process of our own user. `pid` is 0 where it lives in a pid namespace that we
+    cannot see.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -36,9 +38,13 @@ class Peer:
 def identify(sock: socket.socket) -> Peer:
     """The peer of a connected socket. Raises PeerRefusedError unless it runs as our own user."""
     try:
-        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, uid, _ = _UCRED.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        )
     except (OSError, struct.error) as e:
-        raise PeerRefusedError(f"the user behind this connection cannot be read ({e}): it is refused") from e
+        raise PeerRefusedError(
+            f"the user behind this connection cannot be read ({e}): it is refused"
+        ) from e
     if uid != os.getuid():
         raise PeerRefusedError(
             f"uid {uid} may not use this daemon, it serves uid {os.getuid()} alone: run the engine as that user"

@@ -1,8 +1,9 @@
 """Make what is served what the manifest says: at start, at `weightcachectl reload`, and on SIGHUP.
 
-plan() decides, as a function of data; Reconciler carries it out. Loads use the device one at a time: two would need
-twice the memory beside what is served. Children of the next ones are started ahead, since importing vLLM takes longer
-than loading many a model; they wait for their turn. Whatever fails, what is served stays served.
+plan() decides, as a function of data; Reconciler carries it out. Loads use the device one at a
+time: two would need twice the memory beside what is served. Children of the next ones are started
+ahead, since importing vLLM takes longer than loading many a model; they wait for their turn.
+Whatever fails, what is served stays served.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from weightcached.config.manifest import Manifest, ModelSpec, load_manifest
 from weightcached.config.ranks import Placement, layout_of
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
-from weightcached.daemon.loading import Delivery, LoaderRun, LoadFailedError, LoadRequest, OnKey, OnProgress
+from weightcached.daemon.loading import (
+    Delivery,
+    LoaderRun,
+    LoadFailedError,
+    LoadRequest,
+    OnKey,
+    OnProgress,
+)
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
@@ -70,7 +78,9 @@ class Started:
         self._taken = False
 
     async def delivery(self) -> Delivery:
-        """Let it use the device and wait for what it makes; the caller owns that. Raises what LoaderRun.run() does."""
+        """Let it use the device and wait for what it makes; the caller owns that. Raises what
+        LoaderRun.run() does.
+        """
         self._turn.set()
         delivery = await self._run
         self._taken = True
@@ -96,7 +106,9 @@ class UnknownCacheError(Exception):
 
 
 def wanted_caches(manifest: Manifest, device: str) -> list[Wanted]:
-    """What the manifest places on `device`, in its order; a model with a draft model has two caches."""
+    """What the manifest places on `device`, in its order; a model with a draft model has two
+    caches.
+    """
     return [
         Wanted(f"{spec.name}/{role}", role, spec, spec.digest(device))
         for spec in manifest.on(device)
@@ -115,28 +127,45 @@ def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:
     place = spec.rendezvous
     if place is None:
         return None
-    return Meeting(host=place.host, port=place.port_of(role), timeout_s=place.timeout_s, devices=spec.devices)
+    return Meeting(
+        host=place.host, port=place.port_of(role), timeout_s=place.timeout_s, devices=spec.devices
+    )
 
 
 def plan(
-    wanted: Sequence[Wanted], caches: Caches, *, stale: Collection[str], force: bool, only: Collection[str]
+    wanted: Sequence[Wanted],
+    caches: Caches,
+    *,
+    stale: Collection[str],
+    force: bool,
+    only: Collection[str],
 ) -> Plan:
-    """What to load, keep and drop. `stale` are caches whose checkpoint changed on disk; empty `only` means all."""
+    """What to load, keep and drop. `stale` are caches whose checkpoint changed on disk; empty
+    `only` means all.
+    """
     chosen = [want for want in wanted if not only or want.name in only]
     load: list[Wanted] = []
     unchanged: list[Wanted] = []
     for want in chosen:
         cache = caches.get(want.name)
         served = cache.generation if cache else None
-        current = served is not None and served.spec_digest == want.spec_digest and want.name not in stale
+        current = (
+            served is not None and served.spec_digest == want.spec_digest and want.name not in stale
+        )
         (unchanged if current and not force else load).append(want)
     names = {want.name for want in wanted}
-    drop = [cache.name for cache in caches if cache.name not in names and (not only or cache.name in only)]
+    drop = [
+        cache.name
+        for cache in caches
+        if cache.name not in names and (not only or cache.name in only)
+    ]
     return Plan(load, unchanged, drop)
 
 
 class Reconciler:
-    """Runs reconciliations one after the other. `loads` counts loader runs since the daemon started."""
+    """Runs reconciliations one after the other. `loads` counts loader runs since the daemon
+    started.
+    """
 
     def __init__(
         self,
@@ -169,7 +198,9 @@ class Reconciler:
         self.settled = asyncio.Event()
 
     async def run(self, *, force: bool = False, only: Collection[str] = ()) -> list[CacheOutcome]:
-        """Read the manifest and reconcile. Raises ManifestError, UnknownCacheError; nothing has changed then."""
+        """Read the manifest and reconcile. Raises ManifestError, UnknownCacheError; nothing has
+        changed then.
+        """
         async with self._lock:
             try:
                 wanted = await self._read_manifest()
@@ -216,7 +247,12 @@ class Reconciler:
             if cache.generation is not None:
                 changed = await asyncio.to_thread(changed_files, cache.generation.key.checkpoint)
                 if changed:
-                    log.info("checkpoint changed cache=%s files=%d first=%s", cache.name, len(changed), changed[0])
+                    log.info(
+                        "checkpoint changed cache=%s files=%d first=%s",
+                        cache.name,
+                        len(changed),
+                        changed[0],
+                    )
                     stale.add(cache.name)
         return stale
 
@@ -261,7 +297,9 @@ class Reconciler:
         except LoadFailedError as e:
             self._failed(cache, e)
         except OSError as e:
-            self._failed(cache, LoadFailedError(f"loader of {cache.name} cannot be run: {e.strerror or e}"))
+            self._failed(
+                cache, LoadFailedError(f"loader of {cache.name} cannot be run: {e.strerror or e}")
+            )
         else:
             await self._publish(cache, delivery)
         finally:
@@ -308,14 +346,18 @@ class Reconciler:
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
-        """Stored first, then served: a daemon that dies in between finds the new generation and keeps the higher."""
+        """Stored first, then served: a daemon that dies in between finds the new generation and
+        keeps the higher.
+        """
         generation = Generation(
             delivery.index, delivery.index_digest, delivery.index_fd, delivery.segment_fds, "loaded"
         )
         try:
             await asyncio.to_thread(self._store.put, generation)
         except StoreError as e:
-            log.warning("not in the store, a restart will load it again cache=%s error=%s", cache.name, e)
+            log.warning(
+                "not in the store, a restart will load it again cache=%s error=%s", cache.name, e
+            )
         except BaseException:
             generation.retire()
             raise
@@ -333,7 +375,9 @@ class Reconciler:
             await self._retire(old)
 
     def _failed(self, cache: Cache, error: LoadFailedError) -> None:
-        (self.transient_failures.discard if error.permanent else self.transient_failures.add)(cache.name)
+        (self.transient_failures.discard if error.permanent else self.transient_failures.add)(
+            cache.name
+        )
         cache.fail_load(str(error))
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
@@ -358,7 +402,12 @@ class Reconciler:
     async def release(self, cache: Cache) -> None:
         """Free the generation of a cache whose engines have copies of their own."""
         generation = cache.release()
-        log.info("released cache=%s generation=%d bytes=%d", cache.name, generation.number, generation.nbytes)
+        log.info(
+            "released cache=%s generation=%d bytes=%d",
+            cache.name,
+            generation.number,
+            generation.nbytes,
+        )
         self._caches.changed.fire()
         await self._retire(generation)
 
@@ -372,7 +421,9 @@ class Reconciler:
         try:
             await asyncio.to_thread(self._store.remove, generation)
         except StoreError as e:
-            log.warning("stays in the store until the unit stops cache=%s error=%s", generation.cache, e)
+            log.warning(
+                "stays in the store until the unit stops cache=%s error=%s", generation.cache, e
+            )
 
 
 def _number(cache: Cache) -> int:

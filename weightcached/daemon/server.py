@@ -1,6 +1,8 @@
-"""The listening socket: accept peers, refuse strangers and crowds, give each of the others a Session.
+"""The listening socket: accept peers, refuse strangers and crowds, give each of the others a
+Session.
 
-Owns the socket and the connections; what is said on them is session.py's, who is served when is fairness.py's.
+Owns the socket and the connections; what is said on them is session.py's, who is served when is
+fairness.py's.
 """
 
 from __future__ import annotations
@@ -23,17 +25,26 @@ from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
 from weightcached.errors import ProtocolError
 from weightcached.wire.framing import send_packet
-from weightcached.wire.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, decode_reply, encode
+from weightcached.wire.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    Refused,
+    Welcome,
+    decode_reply,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
-# Kept free of peers: to start a loader (10), for our own handshake (3), to reach the descriptor store (3), and as
-# many again for what libraries open for a moment.
+# Kept free of peers: to start a loader (10), for our own handshake (3), to reach the descriptor
+# store (3), and as many again for what libraries open for a moment.
 _RESERVED_DESCRIPTORS = 32
 # Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
 _ACCEPT_PAUSE_S = 0.2
-# So many are taken from the backlog before others get a turn: each costs little, and nobody can be served in it.
+# So many are taken from the backlog before others get a turn: each costs little, and nobody can be
+# served in it.
 _ACCEPT_AT_ONCE = 32
 _MAKE_ROOM_TIMEOUT_S = 0.1
 _MAX_BURIALS = 512
@@ -48,10 +59,15 @@ class _Connection(NamedTuple):
 
 
 class Server:
-    """Serves every connection of `listener` in a task of its own. `open_session` makes the Session for a peer."""
+    """Serves every connection of `listener` in a task of its own. `open_session` makes the Session
+    for a peer.
+    """
 
     def __init__(
-        self, listener: socket.socket, open_session: Callable[[socket.socket, Peer], Session], queues: Queues
+        self,
+        listener: socket.socket,
+        open_session: Callable[[socket.socket, Peer], Session],
+        queues: Queues,
     ) -> None:
         self._listener = listener
         self._open_session = open_session
@@ -97,7 +113,11 @@ class Server:
             except ConnectionAbortedError:
                 continue
             except OSError as e:
-                log.warning("cannot accept, pausing error=%s connections=%d", e.strerror, len(self._connections))
+                log.warning(
+                    "cannot accept, pausing error=%s connections=%d",
+                    e.strerror,
+                    len(self._connections),
+                )
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
                 if len(self._burials) >= _MAX_BURIALS:
@@ -123,9 +143,12 @@ class Server:
             self._hang_up(sock, ticket)
             return
         limit = self._limit_reached(sock)
-        # Our own handshake is let in always: peers that fill the table must not make the watchdog bite.
+        # Our own handshake is let in always: peers that fill the table must not make the watchdog
+        # bite.
         if limit and peer.pid != os.getpid() and not await self._make_room(peer):
-            log.warning("peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections))
+            log.warning(
+                "peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections)
+            )
             message = f"this daemon has {limit}: close some, then try again"
             self._refuse(sock, ticket, Refused(code="busy", message=message))
             return
@@ -152,12 +175,18 @@ class Server:
         return ""
 
     async def _make_room(self, newcomer: Peer) -> bool:
-        """End the last connection without a lease of the process that has the most, if `newcomer` has fewer."""
+        """End the last connection without a lease of the process that has the most, if `newcomer`
+        has fewer.
+        """
         greediest, count = max(self._of_process.items(), key=lambda item: item[1], default=(0, 0))
         if count <= self._of_process[newcomer.pid] + 1:
             return False
         for task, connection in reversed(self._connections.items()):
-            if connection.peer.pid == greediest and not connection.session.holds_lease and not task.cancelling():
+            if (
+                connection.peer.pid == greediest
+                and not connection.session.holds_lease
+                and not task.cancelling()
+            ):
                 log.warning("connection ended to make room pid=%d connections=%d", greediest, count)
                 task.cancel()
                 ended, _ = await asyncio.wait({task}, timeout=_MAKE_ROOM_TIMEOUT_S)
@@ -175,7 +204,9 @@ class Server:
             self._burials.add(burial)
             burial.add_done_callback(self._burials.discard)
 
-    async def _serve(self, sock: socket.socket, peer: Peer, session: Session, ticket: Ticket) -> None:
+    async def _serve(
+        self, sock: socket.socket, peer: Peer, session: Session, ticket: Ticket
+    ) -> None:
         try:
             await ticket.turn(GREETING_UNITS)
             await self._converse(peer, session, ticket)
@@ -188,7 +219,8 @@ class Server:
         death = asyncio.create_task(packets.readable(peer.pidfd.fileno())) if peer.pidfd else None
         tasks = [talk, *([death] if death else [])]
         try:
-            # Whichever is first: the peer's death shows in its pidfd even while others hold its socket open.
+            # Whichever is first: the peer's death shows in its pidfd even while others hold its
+            # socket open.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # Hundreds may end at once, with their process.
             await ticket.turn(BURIAL_UNITS)

@@ -1,7 +1,7 @@
 """One connection: hello, then requests and answers in turn, until either side has had enough.
 
-A session owns its leases and nothing else. It never trusts its peer's pace: every wait has a deadline, or ends with
-the peer. Which cache fits a key is decided in matching.py.
+A session owns its leases and nothing else. It never trusts its peer's pace: every wait has a
+deadline, or ends with the peer. Which cache fits a key is decided in matching.py.
 """
 
 from __future__ import annotations
@@ -96,7 +96,12 @@ class Session:
     """Serves one peer."""
 
     def __init__(
-        self, sock: socket.socket, peer: Peer, service: Service, *, idle_timeout_s: float = IDLE_TIMEOUT_S
+        self,
+        sock: socket.socket,
+        peer: Peer,
+        service: Service,
+        *,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         self._sock = sock
         self._peer = peer
@@ -111,7 +116,9 @@ class Session:
         return bool(self._leases)
 
     async def run(self) -> None:
-        """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError saying how it ended."""
+        """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError
+        saying how it ended.
+        """
         try:
             if await self._hello():
                 await self._dialogue()
@@ -141,15 +148,20 @@ class Session:
         self._purpose = hello.purpose
         service = self._service
         await self._send(
-            Welcome(protocol=PROTOCOL_VERSION, device=service.device, pid=service.pid, software=__version__)
+            Welcome(
+                protocol=PROTOCOL_VERSION,
+                device=service.device,
+                pid=service.pid,
+                software=__version__,
+            )
         )
         return True
 
     async def _dialogue(self) -> None:
         request = decode_request((await self._next_packet()).data)
         while True:
-            # Listening goes on while the answer is made, so that a peer that leaves is noticed at once. What it says
-            # meanwhile waits for its turn.
+            # Listening goes on while the answer is made, so that a peer that leaves is noticed at
+            # once. What it says meanwhile waits for its turn.
             listener = asyncio.create_task(self._recv())
             answer = asyncio.create_task(self._answer(request))
             try:
@@ -220,10 +232,14 @@ class Session:
                 return
             await changed.wait(event, timeout_s=REPEAT_S)
             # Hundreds may be woken at once, and comparing long lists of files takes its time.
-            await self._ticket.turn(REQUEST_UNITS + len(request.key.checkpoint.files) // _FILES_PER_UNIT)
+            await self._ticket.turn(
+                REQUEST_UNITS + len(request.key.checkpoint.files) // _FILES_PER_UNIT
+            )
 
     async def _match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
-        """The matcher's answer. At a daemon's start, what was not adopted is unknown until the manifest was read."""
+        """The matcher's answer. At a daemon's start, what was not adopted is unknown until the
+        manifest was read.
+        """
         answer = await self._service.matcher.match(key, sampled=sampled)
         settled = self._service.reconciler.settled
         if isinstance(answer, Generation) or settled.is_set():
@@ -235,7 +251,12 @@ class Session:
         if generation not in self._leases:
             lease = self._service.leases.begin(generation.cache, generation.number, self._peer.pid)
             self._leases[generation] = lease
-            log.info("attached pid=%d cache=%s generation=%d", self._peer.pid, generation.cache, generation.number)
+            log.info(
+                "attached pid=%d cache=%s generation=%d",
+                self._peer.pid,
+                generation.cache,
+                generation.number,
+            )
 
     async def _hand_out(self, generation: Generation) -> None:
         """Ready, then the index and the segments."""
@@ -243,17 +264,25 @@ class Session:
             await self._send(_ready(generation, descriptors=len(fds)))
             for first in range(0, len(fds), MAX_PACKET_FDS):
                 numbers = [fd.fileno() for fd in fds[first : first + MAX_PACKET_FDS]]
-                await packets.send(self._sock, encode(Descriptors(first=first)), numbers, timeout_s=SEND_TIMEOUT_S)
+                await packets.send(
+                    self._sock, encode(Descriptors(first=first)), numbers, timeout_s=SEND_TIMEOUT_S
+                )
 
     async def _memory(self, request: Memory) -> None:
         answer = await self._match(request.key)
         await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
 
     async def _release(self) -> None:
-        """Give the leases up, and free each generation when its last holder has left or released it too."""
+        """Give the leases up, and free each generation when its last holder has left or released it
+        too.
+        """
         service = self._service
         if not self._leases:
-            await self._send(Refused(code="no-lease", message="this connection holds no generation: attach first"))
+            await self._send(
+                Refused(
+                    code="no-lease", message="this connection holds no generation: attach first"
+                )
+            )
             return
         for generation in list(self._leases):
             service.leases.end(self._leases.pop(generation))
@@ -308,11 +337,13 @@ class Session:
         if cache is None:
             name = printable(request.cache, 300)
             refusal = Refused(
-                code="unknown-cache", message=f"no cache {name!r} on {service.device}: it has {service.caches.names()}"
+                code="unknown-cache",
+                message=f"no cache {name!r} on {service.device}: it has {service.caches.names()}",
             )
         elif cache.load is not None:
             refusal = Refused(
-                code="loading", message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over"
+                code="loading",
+                message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
             )
         elif (engines := service.leases.on(cache.name)) and not request.force:
             pids = ", ".join(str(lease.pid) for lease in engines)
@@ -338,7 +369,9 @@ class Session:
     def _nothing_to_verify(self, name: str, cache: Cache | None) -> Message:
         if cache is None:
             known = self._service.caches.names()
-            return Absent(reason=f"no cache {printable(name, 300)!r} on {self._service.device}: it has {known}")
+            return Absent(
+                reason=f"no cache {printable(name, 300)!r} on {self._service.device}: it has {known}"
+            )
         if cache.load is not None:
             return loading(cache, cache.load)
         if cache.state == "released":

@@ -1,8 +1,9 @@
 """Descriptors that peers send: received, read and closed where they can hold nobody up.
 
-To close the last descriptor of a socket that lingers, or of a file on a dead network mount, takes as long as its sender
-likes. The kernel does it in the thread that receives the packet with it, or that closes the connection on which the
-packet still waits. So whatever carries descriptors is touched in a thread of its own.
+To close the last descriptor of a socket that lingers, or of a file on a dead network mount, takes
+as long as its sender likes. The kernel does it in the thread that receives the packet with it, or
+that closes the connection on which the packet still waits. So whatever carries descriptors is
+touched in a thread of its own.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ async def recv(
     *,
     max_large_bytes: int,
 ) -> Packet:
-    """The next packet, or the message in a memfd that it stands for, once it is there and its turn has come.
+    """The next packet, or the message in a memfd that it stands for, once it is there and its turn
+    has come.
 
-    Until then it stays in the socket, and a message that is longer than a packet in its memfd. Raises as recv_packet()
-    does.
+    Until then it stays in the socket, and a message that is longer than a packet in its memfd.
+    Raises as recv_packet() does.
     """
     while True:
         await readable(sock.fileno())
@@ -69,7 +71,9 @@ def _carries_descriptors(sock: socket.socket) -> bool:
 
 
 def _recv_and_close(ours: socket.socket, max_large_bytes: int) -> Packet:
-    """One packet. The only descriptor that it still has is a sealed memfd, which takes no time to close."""
+    """One packet. The only descriptor that it still has is a sealed memfd, which takes no time to
+    close.
+    """
     with ours:
         packet = recv_unread(ours, max_fds=0)
         if not is_large(packet):
@@ -94,10 +98,11 @@ def has_left(sock: socket.socket) -> bool:
 
 
 def hang_up(sock: socket.socket, ticket: Ticket) -> asyncio.Future[None] | None:
-    """Close a connection so that the peer can still read what was sent to it. Returns what is left to wait for.
+    """Close a connection so that the peer can still read what was sent to it. Returns what is left
+    to wait for.
 
-    Unread data at close() would give the peer ECONNRESET in place of the last answer. What it had sent is thrown
-    away; from here on its sends fail with EPIPE.
+    Unread data at close() would give the peer ECONNRESET in place of the last answer. What it had
+    sent is thrown away; from here on its sends fail with EPIPE.
     """
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RD)
@@ -153,6 +158,7 @@ async def _in_thread(work: Callable[[], _T]) -> _T:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, error)
 
-    # Not a threading.Thread: its start() waits for the thread to run, and on a busy machine that takes its time.
+    # Not a threading.Thread: its start() waits for the thread to run, and on a busy machine that
+    # takes its time.
     _thread.start_new_thread(run, ())
     return await done

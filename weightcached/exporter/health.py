@@ -1,6 +1,8 @@
-"""Whether this node's daemons serve what the manifest wants: asked anew each time, so an answer is never old.
+"""Whether this node's daemons serve what the manifest wants: asked anew each time, so an answer is
+never old.
 
-Knows nothing of HTTP, and keeps one thing between two questions: which daemon answered last, to notice restarts.
+Knows nothing of HTTP, and keeps one thing between two questions: which daemon answered last, to
+notice restarts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _MAX_PARALLEL = 32
 
 
 class Health(NamedTuple):
-    """`faults` has one line for each cache that is not ready, and for what cannot be told; empty means healthy."""
+    """`faults` has one line for each cache that is not ready, and for what cannot be told; empty
+    means healthy.
+    """
 
     ready: int
     faults: list[str]
@@ -44,7 +48,9 @@ class Node:
         self.restarts: Counter[str] = Counter()
 
     def health(self) -> Health:
-        """Ask every daemon that the manifest needs. Raises nothing: what cannot be told is a fault."""
+        """Ask every daemon that the manifest needs. Raises nothing: what cannot be told is a
+        fault.
+        """
         try:
             manifest = load_manifest(manifest_path(self._manifest))
             sockets = self._devices_with_socket()
@@ -93,7 +99,9 @@ class Node:
         try:
             path = socket_path(device, self._socket_dir)
             software = f"weightcached exporter {__version__}"
-            with Connection.connect(path, timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=software) as connection:
+            with Connection.connect(
+                path, timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=software
+            ) as connection:
                 reply = connection.request(Status(), ANSWER_TIMEOUT_S)
         except WeightcachedError as e:
             return e
@@ -111,11 +119,19 @@ def _devices(manifest: Manifest, sockets: list[str]) -> list[str]:
     return list(dict.fromkeys([*named, *everywhere]))
 
 
-def _faults(manifest: Manifest, device: str, reply: StatusReply | WeightcachedError) -> Iterator[str]:
+def _faults(
+    manifest: Manifest, device: str, reply: StatusReply | WeightcachedError
+) -> Iterator[str]:
     """One line for each wanted cache that is not ready."""
-    caches = {} if isinstance(reply, WeightcachedError) else {cache.name: cache for cache in reply.caches}
+    caches = (
+        {}
+        if isinstance(reply, WeightcachedError)
+        else {cache.name: cache for cache in reply.caches}
+    )
     for want in wanted_caches(manifest, device):
-        reason = str(reply) if isinstance(reply, WeightcachedError) else _fault(caches.get(want.name))
+        reason = (
+            str(reply) if isinstance(reply, WeightcachedError) else _fault(caches.get(want.name))
+        )
         if reason:
             yield f"{device} {want.name}: {' '.join(reason.split())}"
 
@@ -125,5 +141,7 @@ def _fault(cache: CacheStatus | None) -> str:
         return "the daemon does not know it: weightcachectl reload"
     if cache.state == "ready":
         return ""
-    detail = cache.error or (f"{cache.phase} {cache.done_bytes} of {cache.total_bytes} bytes" if cache.phase else "")
+    detail = cache.error or (
+        f"{cache.phase} {cache.done_bytes} of {cache.total_bytes} bytes" if cache.phase else ""
+    )
     return f"{cache.state}: {detail}" if detail else cache.state

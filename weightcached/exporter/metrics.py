@@ -1,7 +1,8 @@
-"""The daemons' state and counters as Prometheus metrics. Needs prometheus_client; imported for /metrics only.
+"""The daemons' state and counters as Prometheus metrics. Needs prometheus_client; imported for
+/metrics only.
 
-Fallbacks are decided in the engines, which tell the daemon of their device. One that cannot reach its daemon tells
-nobody: weightcached_up is what shows that.
+Fallbacks are decided in the engines, which tell the daemon of their device. One that cannot reach
+its daemon tells nobody: weightcached_up is what shows that.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
@@ -37,19 +43,27 @@ class _NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         replies = self._node.ask(self._node.known_devices())
-        answered = {device: reply for device, reply in replies.items() if isinstance(reply, StatusReply)}
-        up = GaugeMetricFamily("weightcached_up", "Whether the device's daemon answers.", labels=["device"])
+        answered = {
+            device: reply for device, reply in replies.items() if isinstance(reply, StatusReply)
+        }
+        up = GaugeMetricFamily(
+            "weightcached_up", "Whether the device's daemon answers.", labels=["device"]
+        )
         for device in replies:
             up.add_metric([device], float(device in answered))
         yield up
         restarts = CounterMetricFamily(
-            "weightcached_daemon_restarts", "Changes of the daemon's process seen by the exporter.", labels=["device"]
+            "weightcached_daemon_restarts",
+            "Changes of the daemon's process seen by the exporter.",
+            labels=["device"],
         )
         for device, count in self._node.restarts.items():
             restarts.add_metric([device], count)
         yield restarts
         yield from _caches(answered)
-        yield from _counters({d: reply.counters for d, reply in answered.items() if reply.counters is not None})
+        yield from _counters(
+            {d: reply.counters for d, reply in answered.items() if reply.counters is not None}
+        )
 
 
 def _labels(device: str, cache: str) -> list[str]:
@@ -61,10 +75,14 @@ def _labels(device: str, cache: str) -> list[str]:
 def _caches(replies: dict[str, StatusReply]) -> Iterator[Metric]:
     names = ["device", "model", "role"]
     nbytes = GaugeMetricFamily(
-        "weightcached_cache_bytes", "Device memory of the served generation.", labels=[*names, "generation"]
+        "weightcached_cache_bytes",
+        "Device memory of the served generation.",
+        labels=[*names, "generation"],
     )
     leases = GaugeMetricFamily("weightcached_leases", "Engines that hold the cache.", labels=names)
-    state = GaugeMetricFamily("weightcached_cache_state", "1 for the cache's state.", labels=[*names, "state"])
+    state = GaugeMetricFamily(
+        "weightcached_cache_state", "1 for the cache's state.", labels=[*names, "state"]
+    )
     for device, reply in replies.items():
         for cache in reply.caches:
             labels = _labels(device, cache.name)
@@ -83,33 +101,49 @@ def _is(cache: CacheStatus, state: str) -> float:
 def _counters(counters: dict[str, Counters]) -> Iterator[Metric]:
     names = ["device", "model", "role"]
     attaches = SummaryMetricFamily(
-        "weightcached_attach_seconds", "Time to hand out a generation, waiting for a load apart.", labels=names
+        "weightcached_attach_seconds",
+        "Time to hand out a generation, waiting for a load apart.",
+        labels=names,
     )
     phases = GaugeMetricFamily(
-        "weightcached_load_seconds", "Time of the served generation's load.", labels=[*names, "phase"]
+        "weightcached_load_seconds",
+        "Time of the served generation's load.",
+        labels=[*names, "phase"],
     )
     by_label = {
         "mismatches": CounterMetricFamily(
-            "weightcached_mismatches", "Attaches refused for a field of the key.", labels=["device", "field"]
+            "weightcached_mismatches",
+            "Attaches refused for a field of the key.",
+            labels=["device", "field"],
         ),
         "refusals": CounterMetricFamily(
-            "weightcached_attach_refusals", "Attaches answered without a generation.", labels=["device", "answer"]
+            "weightcached_attach_refusals",
+            "Attaches answered without a generation.",
+            labels=["device", "answer"],
         ),
         "fallbacks": CounterMetricFamily(
-            "weightcached_fallbacks", "Loads from disk that engines told of, by reason.", labels=["device", "reason"]
+            "weightcached_fallbacks",
+            "Loads from disk that engines told of, by reason.",
+            labels=["device", "reason"],
         ),
     }
     plain = {
         "adoptions": CounterMetricFamily(
-            "weightcached_adoptions", "Generations taken back from the descriptor store.", labels=["device"]
+            "weightcached_adoptions",
+            "Generations taken back from the descriptor store.",
+            labels=["device"],
         ),
         "digest_failures": CounterMetricFamily(
-            "weightcached_digest_failures", "Checkpoint digests that could not be made.", labels=["device"]
+            "weightcached_digest_failures",
+            "Checkpoint digests that could not be made.",
+            labels=["device"],
         ),
     }
     for device, counted in counters.items():
         for cache, count in counted.attaches.items():
-            attaches.add_metric(_labels(device, cache), count, counted.attach_seconds.get(cache, 0.0))
+            attaches.add_metric(
+                _labels(device, cache), count, counted.attach_seconds.get(cache, 0.0)
+            )
         for cache, seconds in counted.phase_seconds.items():
             for phase, value in seconds.items():
                 phases.add_metric([*_labels(device, cache), phase], value)

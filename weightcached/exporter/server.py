@@ -1,4 +1,6 @@
-"""`weightcached exporter`: /health and /metrics over HTTP. What they say comes from health.py and metrics.py."""
+"""`weightcached exporter`: /health and /metrics over HTTP. What they say comes from health.py and
+metrics.py.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,22 @@ class _Handler(BaseHTTPRequestHandler):
     def _health(self) -> None:
         health = self.server.node.health()
         if health.faults:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "".join(f"{line}\n" for line in health.faults))
+            self._answer(
+                HTTPStatus.SERVICE_UNAVAILABLE, "".join(f"{line}\n" for line in health.faults)
+            )
         else:
-            self._answer(HTTPStatus.OK, f"ready: {health.ready} cache{'s' if health.ready != 1 else ''}\n")
+            self._answer(
+                HTTPStatus.OK, f"ready: {health.ready} cache{'s' if health.ready != 1 else ''}\n"
+            )
 
     def _metrics(self) -> None:
         try:
             from weightcached.exporter.metrics import CONTENT_TYPE, text_of
         except ImportError:
-            self._answer(HTTPStatus.NOT_IMPLEMENTED, "install prometheus_client: pip install weightcached[exporter]\n")
+            self._answer(
+                HTTPStatus.NOT_IMPLEMENTED,
+                "install prometheus_client: pip install weightcached[exporter]\n",
+            )
             return
         self._answer(HTTPStatus.OK, text_of(self.server.node), CONTENT_TYPE)
 
@@ -78,14 +87,18 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve_http(node: Node, *, host: str, port: int) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status; raises ExporterError. For a program's main thread."""
+    """Serve until SIGTERM or SIGINT. Returns the exit status; raises ExporterError. For a program's
+    main thread.
+    """
     # Blocked before there is a thread that could take them.
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         server = _Server(node, host, port)
     except OSError as e:
-        raise ExporterError(f"cannot listen on {host} port {port}: {e.strerror or e}; choose another --port") from e
+        raise ExporterError(
+            f"cannot listen on {host} port {port}: {e.strerror or e}; choose another --port"
+        ) from e
     with server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

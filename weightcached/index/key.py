@@ -1,8 +1,8 @@
 """WeightCacheKey: everything that must be equal for cached bytes to be the right ones.
 
-This module only holds and compares keys. The one function that builds them from an engine's configuration is
-weightcached.vllm_compat.key.build_key; the loader child and the engine both call it. docs/identity.md has the table
-of which field guards which fault.
+This module only holds and compares keys. The one function that builds them from an engine's
+configuration is weightcached.vllm_compat.key.build_key; the loader child and the engine both call
+it. docs/identity.md has the table of which field guards which fault.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from weightcached.checkpoint.identity import CheckpointIdentity
 ABSENT = "absent"
 
 _Value = Annotated[str, Meta(max_length=4_000)]
-# Some ten entries each; a quarter of a million, which fit into a message, kept the daemon busy for a second.
+# Some ten entries each; a quarter of a million, which fit into a message, kept the daemon busy for
+# a second.
 _Values = Annotated[dict[_Value, _Value], Meta(max_length=1_000)]
 
 
 class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of one model shard as loaded. All values but the checkpoint compare by plain equality."""
+    """Identity of one model shard as loaded. All values but the checkpoint compare by plain
+    equality.
+    """
 
     checkpoint: CheckpointIdentity
     role: _Value = "target"
@@ -79,5 +82,7 @@ class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
         return differing
 
     def digest(self) -> str:
-        """Stable hex digest of all fields, for logs and file names; the checkpoint counts with its full record."""
+        """Stable hex digest of all fields, for logs and file names; the checkpoint counts with its
+        full record.
+        """
         return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()

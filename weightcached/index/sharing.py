@@ -1,9 +1,11 @@
-"""Which storages each engine copies instead of mapping them: the rule, and the table of exceptions with their reasons.
+"""Which storages each engine copies instead of mapping them: the rule, and the table of exceptions
+with their reasons.
 
-The rule: a forward pass reads parameters, and may write to any other tensor. Models keep scratch space, per-request
-embeddings, positions and states in buffers and plain attributes, under names that nobody could list. The exceptions
-go both ways: parameters that are written, and other tensors that are only read and too large to copy for each engine.
-Needs no torch: the loader asks while it packs, `weightcachectl explain` when it is asked why.
+The rule: a forward pass reads parameters, and may write to any other tensor. Models keep scratch
+space, per-request embeddings, positions and states in buffers and plain attributes, under names
+that nobody could list. The exceptions go both ways: parameters that are written, and other tensors
+that are only read and too large to copy for each engine. Needs no torch: the loader asks while it
+packs, `weightcachectl explain` when it is asked why.
 """
 
 from __future__ import annotations
@@ -34,18 +36,40 @@ def _row(pattern: str, reason: str, *, written: bool = False) -> Exemption:
 EXCEPTIONS = (
     # Parameters too, where a kernel's method registers them as such.
     _row(r"workspace|scratch", "workspace of a kernel", written=True),
-    _row(r"(^|_)locks?(_|$)", "locks by which the blocks of a kernel wait for each other", written=True),
+    _row(
+        r"(^|_)locks?(_|$)",
+        "locks by which the blocks of a kernel wait for each other",
+        written=True,
+    ),
     _row(r"^running_|num_batches_tracked", "statistics of a batch norm", written=True),
-    _row(r"^_?(k|v|q|prob)_scale", "scale of the KV cache, calibrated on the first batch", written=True),
-    _row(r"topk_(weights|ids|indices)", "what a router chose for the tokens of a batch", written=True),
-    _row(r"expert_load|logical_replica|(logical|physical)_to_", "counters and maps of expert balancing", written=True),
+    _row(
+        r"^_?(k|v|q|prob)_scale",
+        "scale of the KV cache, calibrated on the first batch",
+        written=True,
+    ),
+    _row(
+        r"topk_(weights|ids|indices)", "what a router chose for the tokens of a batch", written=True
+    ),
+    _row(
+        r"expert_load|logical_replica|(logical|physical)_to_",
+        "counters and maps of expert balancing",
+        written=True,
+    ),
     # Others, which are only read.
-    _row(r"(cos|sin)_?.*cache|^(cos|sin)(_cached)?$|freqs_c(ache|is)", "rotary table: another dtype makes a new one"),
+    _row(
+        r"(cos|sin)_?.*cache|^(cos|sin)(_cached)?$|freqs_c(ache|is)",
+        "rotary table: another dtype makes a new one",
+    ),
     _row(r"^W_(UV|UK|K|V|Q)(_|$)", "MLA's absorbed projection of kv_b_proj"),
     _row(r"weight", "weight, by its name"),
-    _row(r"^w(1|2|3|13)(_|$)|q(zeros|scales)$|packed", "quantized weight or its scales, by its name"),
+    _row(
+        r"^w(1|2|3|13)(_|$)|q(zeros|scales)$|packed", "quantized weight or its scales, by its name"
+    ),
     _row(r"^absmax$", "scales of a bitsandbytes weight"),
-    _row(r"^(temporal_)?pos(ition)?s?_(enc|emb|embed|embedding|embeddings|ids|table)$|^pe$", "table of positions"),
+    _row(
+        r"^(temporal_)?pos(ition)?s?_(enc|emb|embed|embedding|embeddings|ids|table)$|^pe$",
+        "table of positions",
+    ),
 )
 
 # What is inside of an object by such a name is that weight, e.g. experts.w13_weight.storage.data.
@@ -54,7 +78,9 @@ _DEPTH = 4
 
 
 def why_written(names: Iterable[str], kinds: Iterable[Kind]) -> str:
-    """Why a forward pass may write to the storage below tensors of these names and kinds; "" where it does not."""
+    """Why a forward pass may write to the storage below tensors of these names and kinds; "" where
+    it does not.
+    """
     steps = [[step.partition("[")[0] for step in name.split(".")] for name in names]
     found = [row for path in steps for row in EXCEPTIONS if row.pattern.search(path[-1])]
     for row in found:
@@ -65,7 +91,9 @@ def why_written(names: Iterable[str], kinds: Iterable[Kind]) -> str:
 
 
 def reasons(tensors: Sequence[TensorRecord], storages: Sequence[StorageRecord]) -> dict[int, str]:
-    """Why each storage that is private is, by its number. What is small is private whether it is written or not."""
+    """Why each storage that is private is, by its number. What is small is private whether it is
+    written or not.
+    """
     names: dict[int, list[str]] = {}
     kinds: dict[int, list[Kind]] = {}
     for record in tensors:

@@ -6,9 +6,9 @@
     6       32     sha256 of the rest
     38      …      msgpack of TensorIndex
 
-The header is read before anything is decoded, so an index of another version, e.g. one left in systemd's
-descriptor store by an older package, is recognised as such. decode() checks every reference and bound: an engine
-never forms a tensor outside a segment, whoever wrote the index.
+The header is read before anything is decoded, so an index of another version, e.g. one left in
+systemd's descriptor store by an older package, is recognised as such. decode() checks every
+reference and bound: an engine never forms a tensor outside a segment, whoever wrote the index.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ class StorageRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tensor object. shape, stride and storage_offset count elements; storage is None for one of 0 bytes.
+    """One tensor object. shape, stride and storage_offset count elements; storage is None for one
+    of 0 bytes.
 
-    `names` are all places where this same object hangs, the first one canonical: dotted module paths plus the name.
-    `param_class` is the import path of a Parameter subclass, empty for torch.nn.Parameter and for buffers. `on_host`
-    marks what a model on a GPU keeps in host memory; its bytes are in the segments like all others.
+    `names` are all places where this same object hangs, the first one canonical: dotted module
+    paths plus the name. `param_class` is the import path of a Parameter subclass, empty for
+    torch.nn.Parameter and for buffers. `on_host` marks what a model on a GPU keeps in host memory;
+    its bytes are in the segments like all others.
     """
 
     names: Annotated[list[str], Meta(min_length=1)]
@@ -74,9 +76,10 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one module's post-processing is brought to the engine.
 
-    `method` is the import path of the class whose hook it is: the module's quantization method, or the module itself.
-    It is empty where no hook is and only values are restored. `values` are typed values (weightcached/model/values.py)
-    by full path, set after the hooks ran. `reason` says why the plans before this one were not taken.
+    `method` is the import path of the class whose hook it is: the module's quantization method, or
+    the module itself. It is empty where no hook is and only values are restored. `values` are typed
+    values (weightcached/model/values.py) by full path, set after the hooks ran. `reason` says why
+    the plans before this one were not taken.
     """
 
     module: str
@@ -87,7 +90,9 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the load cost. `phases` maps phase to seconds; `peak_bytes` is device memory, 0 where not measured."""
+    """What the load cost. `phases` maps phase to seconds; `peak_bytes` is device memory, 0 where
+    not measured.
+    """
 
     seconds: float
     finished_at: float
@@ -99,10 +104,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     """One generation of one cache.
 
-    `spec_digest` is the manifest entry it was made from; `skeleton` digests the structure of the model as built on
-    the meta device, so that an engine whose layers differ in any name, shape, type or kernel class is refused.
-    `leftovers` are the tensors that such a model has and the loaded one has not, found once by the proof; with None
-    an engine looks for them itself.
+    `spec_digest` is the manifest entry it was made from; `skeleton` digests the structure of the
+    model as built on the meta device, so that an engine whose layers differ in any name, shape,
+    type or kernel class is refused. `leftovers` are the tensors that such a model has and the
+    loaded one has not, found once by the proof; with None an engine looks for them itself.
     """
 
     software: str
@@ -150,7 +155,9 @@ def decode(data: bytes) -> TensorIndex:
     """Check and decode an index. Raises IndexFormatError saying what is wrong."""
     version, digest = _header(data)
     if version != FORMAT_VERSION:
-        raise IndexFormatError(f"tensor index has format version {version}, this software reads {FORMAT_VERSION}")
+        raise IndexFormatError(
+            f"tensor index has format version {version}, this software reads {FORMAT_VERSION}"
+        )
     payload = data[_HEADER.size :]
     if hashlib.sha256(payload).digest() != digest:
         raise IndexFormatError("tensor index: its digest does not match its content")
@@ -174,10 +181,14 @@ def _header(data: bytes) -> tuple[int, bytes]:
 def _check(index: TensorIndex) -> None:
     for number, storage in enumerate(index.storages):
         if storage.segment >= len(index.segments):
-            raise IndexFormatError(f"storage {number} is in segment {storage.segment} of {len(index.segments)}")
+            raise IndexFormatError(
+                f"storage {number} is in segment {storage.segment} of {len(index.segments)}"
+            )
         end = storage.offset_bytes + storage.nbytes
         if end > index.segments[storage.segment].nbytes or storage.offset_bytes % ALIGN_BYTES:
-            raise IndexFormatError(f"storage {number} ends at {end}, outside or unaligned in its segment")
+            raise IndexFormatError(
+                f"storage {number} ends at {end}, outside or unaligned in its segment"
+            )
     names: set[str] = set()
     for tensor in index.tensors:
         if len(tensor.shape) != len(tensor.stride) or any(step < 0 for step in tensor.stride):
@@ -185,7 +196,9 @@ def _check(index: TensorIndex) -> None:
                 f"tensor {tensor.names[0]}: shape {tensor.shape} does not fit stride {tensor.stride}"
             )
         if tensor.storage is not None and not 0 <= tensor.storage < len(index.storages):
-            raise IndexFormatError(f"tensor {tensor.names[0]} is in storage {tensor.storage} of {len(index.storages)}")
+            raise IndexFormatError(
+                f"tensor {tensor.names[0]} is in storage {tensor.storage} of {len(index.storages)}"
+            )
         for name in tensor.names:
             if name in names:
                 raise IndexFormatError(f"tensor name {name!r} stands in the index twice")

@@ -1,8 +1,9 @@
 """The loader child's life: read the job, load, pack, prove, hand over, tune, exit.
 
-Started by the daemon with the interpreter of the model's engine. Its job comes as JSON on standard input, what it
-has to say goes over the inherited socket, its log to standard error. Whatever fails is told as LoaderFailed and ends
-the process with status 1; the daemon drops what has not been handed over completely.
+Started by the daemon with the interpreter of the model's engine. Its job comes as JSON on standard
+input, what it has to say goes over the inherited socket, its log to standard error. Whatever fails
+is told as LoaderFailed and ends the process with status 1; the daemon drops what has not been
+handed over completely.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from weightcached import __version__
-from weightcached.errors import EXIT_CONFIG, LoadError, OutOfDeviceMemoryError, SegmentError, WeightcachedError
+from weightcached.errors import (
+    EXIT_CONFIG,
+    LoadError,
+    OutOfDeviceMemoryError,
+    SegmentError,
+    WeightcachedError,
+)
 from weightcached.index import tensors as index_format
 from weightcached.segments.api import Backend, open_backend
 from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
@@ -77,10 +84,14 @@ class Daemon:
         now = time.monotonic()
         if now - self._last_sent >= _PROGRESS_INTERVAL_S or done_bytes == total_bytes:
             self._last_sent = now
-            self.send(LoaderProgress(phase=self._phase, done_bytes=done_bytes, total_bytes=total_bytes))
+            self.send(
+                LoaderProgress(phase=self._phase, done_bytes=done_bytes, total_bytes=total_bytes)
+            )
 
     def wait_for_turn(self) -> None:
-        """Wait until the device is free for this load. Raises LoadError when the daemon goes away instead."""
+        """Wait until the device is free for this load. Raises LoadError when the daemon goes away
+        instead.
+        """
         self.phase("waiting")
         if not self._sock.recv(len(YOUR_TURN)):
             raise LoadError("the daemon hung up before this load had its turn")
@@ -94,14 +105,17 @@ def main() -> None:
     """Run the job on standard input and exit."""
     _die_with_parent()
     _prefer_for_oom_killer()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+    )
     job = decode_job(sys.stdin.buffer.read())
     daemon = Daemon(socket.socket(fileno=job.socket_fd))
     try:
         _run(job, daemon)
     except BaseException as e:
         _tell(daemon, e)
-        # Not through the interpreter's shutdown: vLLM's threads and torch's groups may hang or crash there.
+        # Not through the interpreter's shutdown: vLLM's threads and torch's groups may hang or
+        # crash there.
         _exit(EXIT_CONFIG if _is_permanent(e) else 1)
     _exit(0)
 
@@ -185,7 +199,8 @@ def _open(device: str) -> Backend:
     try:
         return open_backend(device)
     except SegmentError:
-        # CUDA says the same of a name that no GPU has and of a driver that finds none, which may come back.
+        # CUDA says the same of a name that no GPU has and of a driver that finds none, which may
+        # come back.
         check_present(device)
         raise
 
@@ -194,7 +209,11 @@ def _check_checkpoint(job: LoaderJob) -> None:
     from weightcached.checkpoint.identity import check_headers, record_checkpoint
 
     model = str(_checkpoint_of(job))
-    if os.path.isdir(model) and job.engine.get("load_format", "auto") in ("auto", "hf", "safetensors"):
+    if os.path.isdir(model) and job.engine.get("load_format", "auto") in (
+        "auto",
+        "hf",
+        "safetensors",
+    ):
         check_headers(record_checkpoint(model))
 
 
@@ -206,7 +225,12 @@ def _checkpoint_of(job: LoaderJob) -> Any:
 
 
 def _load(
-    job: LoaderJob, daemon: Daemon, backend: Backend, vllm_config: Any, model_config: Any, peers: Peers | None
+    job: LoaderJob,
+    daemon: Daemon,
+    backend: Backend,
+    vllm_config: Any,
+    model_config: Any,
+    peers: Peers | None,
 ) -> None:
     from weightcached.checkpoint.identity import changed_files, with_sample
     from weightcached.model import bind, pack, proof
@@ -285,13 +309,24 @@ def _load(
             storages = bind.Storages(index, mapping, device, copy=False)
             bind.Binder(model, index, storages).attach(hooks)
 
-        tuning.run(vllm_config, model_config, device, as_engine, role=job.role, begin=lambda: daemon.phase("tuning"))
+        tuning.run(
+            vllm_config,
+            model_config,
+            device,
+            as_engine,
+            role=job.role,
+            begin=lambda: daemon.phase("tuning"),
+        )
 
 
 def _device(backend: Backend) -> Any:
     import torch
 
-    return torch.device("cpu") if backend.name == "host" else torch.device("cuda", torch.cuda.current_device())
+    return (
+        torch.device("cpu")
+        if backend.name == "host"
+        else torch.device("cuda", torch.cuda.current_device())
+    )
 
 
 class Counter:
@@ -307,15 +342,23 @@ class Counter:
         self._daemon.progress(min(self.done, self._total), self._total)
 
 
-def _check_memory(job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any, model_config: Any) -> None:
-    """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who holds the memory."""
+def _check_memory(
+    job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any, model_config: Any
+) -> None:
+    """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who
+    holds the memory.
+    """
     from weightcache_loader.fallback import least_bytes
 
     needed = least_bytes(checkpoint_bytes, vllm_config, model_config)
     free, total = backend.free_bytes()
     if needed <= free:
         return
-    held = [f"pid {h.pid} ({h.name}) {_gib(h.nbytes)}" for h in holders(job.device)] if backend.name == "cuda" else []
+    held = (
+        [f"pid {h.pid} ({h.name}) {_gib(h.nbytes)}" for h in holders(job.device)]
+        if backend.name == "cuda"
+        else []
+    )
     raise OutOfDeviceMemoryError(
         f"{job.cache} needs at least {_gib(needed)} on {job.device}, {_gib(free)} of {_gib(total)} are free; held by "
         f"{', '.join(held) or 'no listed process'}: stop one, 'weightcachectl drop' a cache, or use another device"
@@ -333,7 +376,11 @@ def _peak_bytes() -> int:
 
 
 def _hand_over(
-    daemon: Daemon, index: index_format.TensorIndex, fds: list[OwnedFd], peak_bytes: int, checkpoint_bytes: int
+    daemon: Daemon,
+    index: index_format.TensorIndex,
+    fds: list[OwnedFd],
+    peak_bytes: int,
+    checkpoint_bytes: int,
 ) -> None:
     daemon.phase("publishing")
     spent = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in daemon.phases.items())

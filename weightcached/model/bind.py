@@ -1,8 +1,8 @@
 """Bind a tensor index to a model built on the meta device.
 
-The loader child attaches each generation with this same code before it publishes it (weightcached/model/proof.py),
-so what is proven there is what an engine does. Every tensor of the model comes from the index; one that does not is
-an error, never uninitialised memory.
+The loader child attaches each generation with this same code before it publishes it
+(weightcached/model/proof.py), so what is proven there is what an engine does. Every tensor of the
+model comes from the index; one that does not is an error, never uninitialised memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Hooks(Protocol):
 
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None: ...
 
-    def after_binding(self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]) -> None: ...
+    def after_binding(
+        self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]
+    ) -> None: ...
 
 
 class Storages:
@@ -51,7 +53,9 @@ class Storages:
     With `copy`, every storage is this process's own; otherwise only those of private segments are.
     """
 
-    def __init__(self, index: TensorIndex, mapping: Mapping, device: torch.device, *, copy: bool) -> None:
+    def __init__(
+        self, index: TensorIndex, mapping: Mapping, device: torch.device, *, copy: bool
+    ) -> None:
         self._index = index
         self._mapping = mapping
         self._device = device
@@ -60,10 +64,14 @@ class Storages:
         self._made: dict[tuple[int, bool], torch.UntypedStorage] = {}
 
     def get(self, number: int | None, *, on_host: bool) -> torch.UntypedStorage:
-        """Storage `number`; None is an empty one. on_host storages are copied out of device memory."""
+        """Storage `number`; None is an empty one. on_host storages are copied out of device
+        memory.
+        """
         host = on_host and self._device.type != "cpu"
         if number is None:
-            return torch.empty(0, dtype=torch.uint8, device="cpu" if host else self._device).untyped_storage()
+            return torch.empty(
+                0, dtype=torch.uint8, device="cpu" if host else self._device
+            ).untyped_storage()
         made = self._made.get((number, host))
         if made is None:
             view = self._view(number)
@@ -95,16 +103,24 @@ class Storages:
 
 
 def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
-    """The tensor that a record describes, over its storage. Raises IndexFormatError where it would reach outside."""
+    """The tensor that a record describes, over its storage. Raises IndexFormatError where it would
+    reach outside.
+    """
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise IndexFormatError(f"tensor {record.names[0]}: this torch has no dtype {record.dtype!r}")
+        raise IndexFormatError(
+            f"tensor {record.names[0]}: this torch has no dtype {record.dtype!r}"
+        )
     storage = storages.get(record.storage, on_host=record.on_host)
     if 0 not in record.shape:
-        last = record.storage_offset + sum((n - 1) * step for n, step in zip(record.shape, record.stride, strict=True))
+        last = record.storage_offset + sum(
+            (n - 1) * step for n, step in zip(record.shape, record.stride, strict=True)
+        )
         end = (last + 1) * dtype.itemsize
         if end > storage.nbytes():
-            raise IndexFormatError(f"tensor {record.names[0]} reaches to byte {end} of a storage of {storage.nbytes()}")
+            raise IndexFormatError(
+                f"tensor {record.names[0]} reaches to byte {end} of a storage of {storage.nbytes()}"
+            )
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     try:
         return empty.set_(storage, record.storage_offset, record.shape, record.stride)
@@ -117,17 +133,21 @@ def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
 
 
 def skeleton_of(model: nn.Module) -> str:
-    """Digest of a freshly built model's structure: names, shapes, dtypes, and classes of all that hangs in it.
+    """Digest of a freshly built model's structure: names, shapes, dtypes, and classes of all that
+    hangs in it.
 
-    Enums count: kernel backends are chosen by them. Other values do not, and neither does what differs with
-    compilation alone: an engine started with enforce_eager or another max_model_len maps the same bytes.
+    Enums count: kernel backends are chosen by them. Other values do not, and neither does what
+    differs with compilation alone: an engine started with enforce_eager or another max_model_len
+    maps the same bytes.
     """
     digest = hashlib.sha256()
     for slot in walk(model, scalars=False):
         if isinstance(slot, TensorSlot):
             t = slot.tensor
             line = f"{slot.path} {slot.kind} {slot.persistent} {t.dtype} {tuple(t.shape)} {type_name(type(t))}"
-        elif (slot.restorable and not _is_backend(slot.wire)) or slot.path.endswith("._forward_method"):
+        elif (slot.restorable and not _is_backend(slot.wire)) or slot.path.endswith(
+            "._forward_method"
+        ):
             continue
         elif isinstance(slot.wire, dict) and "$callable" in slot.wire:
             line = f"{slot.path} {slot.wire['$callable']}"
@@ -138,7 +158,11 @@ def skeleton_of(model: nn.Module) -> str:
 
 
 def _is_backend(wire: Any) -> bool:
-    return isinstance(wire, dict) and "$enum" in wire and not wire["$enum"][0].startswith("vllm.config")
+    return (
+        isinstance(wire, dict)
+        and "$enum" in wire
+        and not wire["$enum"][0].startswith("vllm.config")
+    )
 
 
 class Binder:
@@ -155,9 +179,10 @@ class Binder:
     def attach(self, hooks: Hooks) -> None:
         """Post-process by plan, bind all tensors, set values, check.
 
-        On `processed` weights, hooks to replay run before binding, and hooks to rerun after it; what these replaced is
-        bound once more. On `loaded` weights all hooks come last: what they make of the weights is the engine's own.
-        Raises IndexFormatError or UnsupportedQuantForIPCError naming the path; the model is unusable then.
+        On `processed` weights, hooks to replay run before binding, and hooks to rerun after it;
+        what these replaced is bound once more. On `loaded` weights all hooks come last: what they
+        make of the weights is the engine's own. Raises IndexFormatError or
+        UnsupportedQuantForIPCError naming the path; the model is unusable then.
         """
         plans = self._index.modules
         if self._index.stage == "processed":
@@ -196,8 +221,11 @@ class Binder:
         tensor = tensor_of(record, self._storages)
         if record.kind != "parameter":
             return tensor
-        # Loaders of LoRA adapters and later reloads read a parameter's class and attributes (input_dim, weight_loader).
-        if isinstance(template, nn.Parameter) and type_name(type(template)) == (record.param_class or _PLAIN):
+        # Loaders of LoRA adapters and later reloads read a parameter's class and attributes
+        # (input_dim, weight_loader).
+        if isinstance(template, nn.Parameter) and type_name(type(template)) == (
+            record.param_class or _PLAIN
+        ):
             parameter = torch.Tensor._make_subclass(type(template), tensor, False)
             parameter.__dict__.update(template.__dict__)
             return parameter
@@ -206,8 +234,11 @@ class Binder:
         return parameter
 
     def _remove_leftovers(self) -> None:
-        # What post-processing consumed: the loaded model has no such tensor any more, so neither may this one.
-        self.leftovers = self._find_leftovers() if self._index.leftovers is None else self._index.leftovers
+        # What post-processing consumed: the loaded model has no such tensor any more, so neither
+        # may this one.
+        self.leftovers = (
+            self._find_leftovers() if self._index.leftovers is None else self._index.leftovers
+        )
         for path in self.leftovers:
             try:
                 owner, leaf = resolve_owner(self._model, path)
@@ -282,7 +313,9 @@ def current(owner: Any, leaf: Any) -> Any:
 
 
 def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name: str) -> None:
-    """Put the tensor there, under that name of the record. Raises PathError where that cannot be."""
+    """Put the tensor there, under that name of the record. Raises PathError where that cannot
+    be.
+    """
     if isinstance(owner, tuple):
         raise PathError(name, "a tensor inside a tuple cannot be replaced")
     if isinstance(owner, list | dict):
@@ -298,7 +331,8 @@ def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name
     }
     kind, persistent = record.kind, record.persistent
     if name != record.names[0]:
-        # The record tells of its first name; a buffer may hang in another module as an attribute of that.
+        # The record tells of its first name; a buffer may hang in another module as an attribute of
+        # that.
         kind = next((k for k, registry in kinds.items() if leaf in registry), kind)
         persistent = leaf not in owner._non_persistent_buffers_set
     for other, registry in kinds.items():
@@ -326,9 +360,11 @@ def remove(owner: Any, leaf: Any) -> None:
 
 
 def copy_into(model: nn.Module, index: TensorIndex, storages: Storages) -> int:
-    """Copy the index's parameters and buffers in place into a model that has them all; returns the tensors copied.
+    """Copy the index's parameters and buffers in place into a model that has them all; returns the
+    tensors copied.
 
-    Raises IndexFormatError before anything is written when the model has other names, shapes or dtypes.
+    Raises IndexFormatError before anything is written when the model has other names, shapes or
+    dtypes.
     """
     present = {slot.path: slot.tensor for slot in tensors(model)}
     pairs: list[tuple[torch.Tensor, TensorRecord]] = []

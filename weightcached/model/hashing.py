@@ -1,7 +1,8 @@
 """Digests of the storages in a segment, at the speed of the bus.
 
-Device memory passes through two pinned buffers that are used again and again: while one is read, the other fills. Fresh
-host memory for each segment would cost more in page faults than the transfer does. Host memory is read where it is.
+Device memory passes through two pinned buffers that are used again and again: while one is read,
+the other fills. Fresh host memory for each segment would cost more in page faults than the transfer
+does. Host memory is read where it is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class SegmentHasher:
         self._windows: list[torch.Tensor] = []
         if device.type != "cpu":
             nbytes = min(largest_nbytes, _WINDOW_NBYTES)
-            self._windows = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._windows = [
+                torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            ]
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
     def digests(self, segment: torch.Tensor, spans: Sequence[Span]) -> list[bytes]:
@@ -36,7 +39,9 @@ class SegmentHasher:
             held = part.numpy()
             end = begin + part.numel()
 
-            def update(number: int, begin: int = begin, end: int = end, held: object = held) -> None:
+            def update(
+                number: int, begin: int = begin, end: int = end, held: object = held
+            ) -> None:
                 offset, nbytes = spans[number]
                 first, last = max(offset, begin), min(offset + nbytes, end)
                 if first < last:
@@ -46,7 +51,9 @@ class SegmentHasher:
         return [hasher.digest() for hasher in hashers]
 
     def _parts(self, segment: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The segment in host memory, part by part with its offset; each is valid until the next is asked for."""
+        """The segment in host memory, part by part with its offset; each is valid until the next is
+        asked for.
+        """
         if not self._windows:
             yield 0, segment
             return
@@ -63,7 +70,9 @@ class SegmentHasher:
                 event.synchronize()
             yield begin, part
 
-    def _copied(self, part: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def _copied(
+        self, part: torch.Tensor, number: int
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """The window that a part is being copied to, and the event that it is there."""
         window = self._windows[number % 2][: part.numel()].copy_(part, non_blocking=True)
         if part.device.type == "cpu":

@@ -1,7 +1,8 @@
 """Pack a loaded model's tensors into segments, freeing each source as soon as it is copied.
 
-Tensors of one storage are packed once; each keeps its offset and stride. What was packed is compared with its source
-before the source is freed, and every storage's digest is made from the segment's bytes, not from the source's.
+Tensors of one storage are packed once; each keeps its offset and stride. What was packed is
+compared with its source before the source is freed, and every storage's digest is made from the
+segment's bytes, not from the source's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _COMPARED_NBYTES = 64 << 20
 
 
 class Packed(NamedTuple):
-    """What packing made: one descriptor and record per segment in mapping order, and the tensors over the storages."""
+    """What packing made: one descriptor and record per segment in mapping order, and the tensors
+    over the storages.
+    """
 
     fds: list[OwnedFd]
     segments: list[SegmentRecord]
@@ -48,7 +51,8 @@ class Source(NamedTuple):
 
 
 def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
-    """Records of all tensors, one per object with all its names, and the distinct storages below them, in walk order.
+    """Records of all tensors, one per object with all its names, and the distinct storages below
+    them, in walk order.
 
     Raises UnsupportedQuantForIPCError for a tensor without plain memory behind it.
     """
@@ -85,7 +89,9 @@ def _check_path(model: nn.Module, slot: TensorSlot) -> None:
 
 
 def plain_storage(slot: TensorSlot) -> torch.UntypedStorage:
-    """The memory that shape, stride and dtype alone explain. Raises UnsupportedQuantForIPCError where none is."""
+    """The memory that shape, stride and dtype alone explain. Raises UnsupportedQuantForIPCError
+    where none is.
+    """
     tensor = slot.tensor
     if tensor.is_meta:
         raise UnsupportedQuantForIPCError(f"{slot.path}: the loader left it on the meta device")
@@ -121,15 +127,22 @@ def _record(same: list[TensorSlot], storage: int | None) -> TensorRecord:
     )
 
 
-def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, progress: Progress) -> Packed:
-    """Copy all sources into published segments and free them: the model has no usable tensors afterwards.
+def pack(
+    records: list[TensorRecord], sources: list[Source], backend: Backend, progress: Progress
+) -> Packed:
+    """Copy all sources into published segments and free them: the model has no usable tensors
+    afterwards.
 
     A source over memory that is not torch's, e.g. of a NumPy array, goes with its last tensor.
 
-    progress: called with (bytes packed, bytes in all). Raises SegmentError and OutOfDeviceMemoryError.
+    progress: called with (bytes packed, bytes in all). Raises SegmentError and
+    OutOfDeviceMemoryError.
     """
     layout = plan_segments(
-        [StorageSpec(source.nbytes, mutable=bool(why_written(source.names, source.kinds))) for source in sources],
+        [
+            StorageSpec(source.nbytes, mutable=bool(why_written(source.names, source.kinds)))
+            for source in sources
+        ],
         granularity=backend.granularity(),
     )
     done, total = 0, sum(source.nbytes for source in sources)
@@ -143,10 +156,14 @@ def pack(records: list[TensorRecord], sources: list[Source], backend: Backend, p
             with ExitStack() as segment_open:
                 segment = backend.create(plan.nbytes)
                 segment_open.callback(segment.close)
-                digests = _fill(segment.tensor(), [(sources[i], layout.placements[i]) for i in members], hasher)
+                digests = _fill(
+                    segment.tensor(), [(sources[i], layout.placements[i]) for i in members], hasher
+                )
                 fds.append(_publish(segment))
             for i, digest in zip(members, digests, strict=True):
-                storages[i] = StorageRecord(number, layout.placements[i].offset_bytes, sources[i].nbytes, digest)
+                storages[i] = StorageRecord(
+                    number, layout.placements[i].offset_bytes, sources[i].nbytes, digest
+                )
                 if sources[i].storage.resizable():
                     sources[i].storage.resize_(0)
                 done += sources[i].nbytes
@@ -164,27 +181,42 @@ def _publish(segment: WritableSegment) -> OwnedFd:
     try:
         return segment.publish()
     except SegmentError:
-        # A tensor over it may hang in a cycle. Not before each segment: a collection looks through all of vLLM's heap.
+        # A tensor over it may hang in a cycle. Not before each segment: a collection looks through
+        # all of vLLM's heap.
         gc.collect()
         return segment.publish()
 
 
 def _hasher(layout: Layout, backend: Backend) -> SegmentHasher:
-    device = torch.device("cpu") if backend.name == "host" else torch.device("cuda", torch.cuda.current_device())
+    device = (
+        torch.device("cpu")
+        if backend.name == "host"
+        else torch.device("cuda", torch.cuda.current_device())
+    )
     return SegmentHasher(max((plan.nbytes for plan in layout.segments), default=0), device)
 
 
-def _fill(segment: torch.Tensor, members: list[tuple[Source, Placement]], hasher: SegmentHasher) -> list[bytes]:
+def _fill(
+    segment: torch.Tensor, members: list[tuple[Source, Placement]], hasher: SegmentHasher
+) -> list[bytes]:
     for source, place in members:
         target = segment[place.offset_bytes : place.offset_bytes + source.nbytes]
-        original = torch.empty(0, dtype=torch.uint8, device=source.storage.device).set_(source.storage)
+        original = torch.empty(0, dtype=torch.uint8, device=source.storage.device).set_(
+            source.storage
+        )
         target.copy_(original)
         if original.device == target.device and not _equal(target, original):
-            raise SegmentError(f"{source.names[0]}: {source.nbytes} bytes in the segment differ from their source")
-    return hasher.digests(segment, [(place.offset_bytes, source.nbytes) for source, place in members])
+            raise SegmentError(
+                f"{source.names[0]}: {source.nbytes} bytes in the segment differ from their source"
+            )
+    return hasher.digests(
+        segment, [(place.offset_bytes, source.nbytes) for source, place in members]
+    )
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     # In parts: comparing takes device memory for as many bytes as are compared at once.
     steps = range(0, a.numel(), _COMPARED_NBYTES)
-    return all(torch.equal(a[at : at + _COMPARED_NBYTES], b[at : at + _COMPARED_NBYTES]) for at in steps)
+    return all(
+        torch.equal(a[at : at + _COMPARED_NBYTES], b[at : at + _COMPARED_NBYTES]) for at in steps
+    )

@@ -1,7 +1,7 @@
 """Which plan each hook has while a generation is being proven, and what it has when one fails.
 
-The order is rerun, replay, restore; a plan that failed is not tried again. What differs without belonging to a hook,
-or belongs to one that is out of plans, refuses the load.
+The order is rerun, replay, restore; a plan that failed is not tried again. What differs without
+belonging to a hook, or belongs to one that is out of plans, refuses the load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Difference(NamedTuple):
 
 
 class Plans:
-    """The plans of one model. `values` are to be restored, by path; a hook that gets its next plan clears them."""
+    """The plans of one model. `values` are to be restored, by path; a hook that gets its next plan
+    clears them.
+    """
 
     def __init__(self, first: Sequence[ModulePlan]) -> None:
         self._plans = {(plan.module, plan.method): plan for plan in first}
@@ -39,7 +41,9 @@ class Plans:
         self._differed: dict[tuple[str, str], str] = {}
 
     def records(self) -> list[ModulePlan]:
-        """As the index has them: one per hook, each with the values below its module, then those of no hook."""
+        """As the index has them: one per hook, each with the values below its module, then those of
+        no hook.
+        """
         values: dict[tuple[str, str], dict[str, msgspec.Raw]] = {}
         for path, wire in self.values.items():
             keys = self._keys_at(path) or [(path.rpartition(".")[0], "")]
@@ -48,20 +52,28 @@ class Plans:
             msgspec.structs.replace(plan, values=values.pop(key)) if key in values else plan
             for key, plan in self._plans.items()
         ]
-        return records + [ModulePlan(module=module, plan="restore", values=raw) for (module, _), raw in values.items()]
+        return records + [
+            ModulePlan(module=module, plan="restore", values=raw)
+            for (module, _), raw in values.items()
+        ]
 
     def advance(self, differences: Sequence[Difference]) -> None:
-        """Give the hooks to which these belong their next plan. Raises UnsupportedQuantForIPCError where none has."""
+        """Give the hooks to which these belong their next plan. Raises UnsupportedQuantForIPCError
+        where none has.
+        """
         failed: dict[tuple[str, str], str] = {}
         for difference in differences:
-            for key in self._with_next(difference.path) or self._refuse(difference.path, str(difference)):
+            for key in self._with_next(difference.path) or self._refuse(
+                difference.path, str(difference)
+            ):
                 failed.setdefault(key, str(difference))
         for key, text in failed.items():
             self._differed.setdefault(key, text)
         self._advance(failed)
 
     def advance_alike(self, path: str, error: Exception) -> None:
-        """The same for one path at which binding stopped, and for all hooks of that class with that plan.
+        """The same for one path at which binding stopped, and for all hooks of that class with that
+        plan.
 
         Raises UnsupportedQuantForIPCError with the error's text where there is no next plan.
         """
@@ -69,7 +81,9 @@ class Plans:
             raise error
         keys = self._with_next(path) or self._refuse(path, str(error))
         alike = {(method, self._plans[module, method].plan) for module, method in keys}
-        self._advance({key: str(error) for key, plan in self._plans.items() if (key[1], plan.plan) in alike})
+        self._advance(
+            {key: str(error) for key, plan in self._plans.items() if (key[1], plan.plan) in alike}
+        )
 
     def advance_hooks(self, failures: Iterable[HookFailure], error: Exception) -> None:
         """The same for hooks that raised. Raises `error` where one of them has no next plan."""
@@ -86,7 +100,9 @@ class Plans:
         self.values = {}
 
     def _keys_at(self, path: str) -> list[tuple[str, str]]:
-        """The hooks of the nearest module at or above a path. The model's own hook has only what hangs in the root."""
+        """The hooks of the nearest module at or above a path. The model's own hook has only what
+        hangs in the root.
+        """
         module = path
         while module and module not in self._modules:
             cut = max(module.rfind("."), module.rfind("["))
@@ -99,7 +115,9 @@ class Plans:
         return [key for key in self._keys_at(path) if self._plans[key].plan in _NEXT]
 
     def _refuse(self, path: str, text: str) -> NoReturn:
-        """Raise, with what was tried. What differed when a hook had run says more than what is missing without it."""
+        """Raise, with what was tried. What differed when a hook had run says more than what is
+        missing without it.
+        """
         keys = self._keys_at(path)
         lead = next((self._differed[key] for key in keys if key in self._differed), text)
         tried = []
@@ -110,4 +128,6 @@ class Plans:
             if parts:
                 tried.append(f"{plan.method} of {plan.module or '<root>'}: {'; '.join(parts)}")
         told = f" ({' | '.join(tried)})" if tried else ""
-        raise UnsupportedQuantForIPCError(f"{lead}{told}; this model cannot be attached, load it from disk")
+        raise UnsupportedQuantForIPCError(
+            f"{lead}{told}; this model cannot be attached, load it from disk"
+        )

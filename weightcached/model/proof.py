@@ -1,9 +1,11 @@
-"""The proof: attach a packed generation as an engine would, and compare with the model that was loaded.
+"""The proof: attach a packed generation as an engine would, and compare with the model that was
+loaded.
 
-compare() looks at modules, parameters, buffers, attributes, quantization and kernel objects: path, type, kind,
-persistence, dtype, shape, stride, offset, which names are one object, which share a storage; bytes by digest. A
-restorable value that differs is recorded in the plan and the attach repeated. Any other difference is answered by the
-next plan of the hook that it belongs to (plans.py), and refuses the load where there is none.
+compare() looks at modules, parameters, buffers, attributes, quantization and kernel objects: path,
+type, kind, persistence, dtype, shape, stride, offset, which names are one object, which share a
+storage; bytes by digest. A restorable value that differs is recorded in the plan and the attach
+repeated. Any other difference is answered by the next plan of the hook that it belongs to
+(plans.py), and refuses the load where there is none.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    """The model as it is now; holds no tensors. Raises UnsupportedQuantForIPCError for one that cannot be packed."""
+    """The model as it is now; holds no tensors. Raises UnsupportedQuantForIPCError for one that
+    cannot be packed.
+    """
     tensors: dict[str, tuple[Any, ...]] = {}
     values: dict[str, ValueSlot] = {}
     objects: dict[int, str] = {}
@@ -48,7 +52,9 @@ def snapshot(model: nn.Module) -> Snapshot:
     return Snapshot(tensors, values)
 
 
-def _tensor_signature(slot: TensorSlot, objects: dict[int, str], storages: dict[int, str]) -> tuple[Any, ...]:
+def _tensor_signature(
+    slot: TensorSlot, objects: dict[int, str], storages: dict[int, str]
+) -> tuple[Any, ...]:
     tensor = slot.tensor
     same_object = objects.setdefault(id(tensor), slot.path)
     memory = plain_storage(slot)
@@ -61,8 +67,9 @@ def _tensor_signature(slot: TensorSlot, objects: dict[int, str], storages: dict[
 
 def _class_of(tensor: torch.Tensor) -> str:
     name = type_name(type(tensor))
-    # vLLM's own classes say how a checkpoint is read into a parameter, which is over. A hook that renames one
-    # leaves it where the engine's model, which was never loaded, has nothing of that class.
+    # vLLM's own classes say how a checkpoint is read into a parameter, which is over. A hook that
+    # renames one leaves it where the engine's model, which was never loaded, has nothing of that
+    # class.
     return _PARAMETER if name.startswith("vllm.model_executor.parameter.") else name
 
 
@@ -83,14 +90,18 @@ def tensor_differences(loaded: Snapshot, attached: Snapshot) -> list[Difference]
         if theirs is None:
             found.append(Difference(path, "missing"))
             continue
-        what = next(((w, a, b) for w, a, b in zip(_SIGNATURE, ours, theirs, strict=True) if a != b), None)
+        what = next(
+            ((w, a, b) for w, a, b in zip(_SIGNATURE, ours, theirs, strict=True) if a != b), None
+        )
         if what is not None:
             found.append(Difference(path, f"{what[0]} is {what[2]}, loaded as {what[1]}"))
     extra = (path for path in attached.tensors if path not in loaded.tensors)
     return found + [Difference(path, "not in the loaded model") for path in extra]
 
 
-def value_differences(loaded: Snapshot, attached: Snapshot) -> tuple[dict[str, Any], list[Difference]]:
+def value_differences(
+    loaded: Snapshot, attached: Snapshot
+) -> tuple[dict[str, Any], list[Difference]]:
     """(values to restore by path, differences that cannot be restored)."""
     restore: dict[str, Any] = {}
     found = []
@@ -101,7 +112,11 @@ def value_differences(loaded: Snapshot, attached: Snapshot) -> tuple[dict[str, A
         if ours.restorable:
             restore[path] = ours.wire
         else:
-            found.append(Difference(path, f"is {theirs.wire if theirs else 'missing'}, loaded as {ours.wire}"))
+            found.append(
+                Difference(
+                    path, f"is {theirs.wire if theirs else 'missing'}, loaded as {ours.wire}"
+                )
+            )
     for path, extra in attached.values.items():
         if path not in loaded.values and path not in loaded.tensors:
             found.append(Difference(path, f"{extra.wire} is not in the loaded model"))
@@ -114,12 +129,16 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class _NoHooks:
-    """On loaded weights an engine post-processes what it has bound, so the proof ends before that."""
+    """On loaded weights an engine post-processes what it has bound, so the proof ends before
+    that.
+    """
 
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
         pass
 
-    def after_binding(self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]) -> None:
+    def after_binding(
+        self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]
+    ) -> None:
         pass
 
 
@@ -135,16 +154,19 @@ def prove(
 ) -> TensorIndex:
     """Attach, compare, and return the index with the plans that passed.
 
-    A hook whose plan fails gets the next one of rerun, replay, restore, and the attach is done anew, on a new model.
-    built: a model on the meta device, for the time of the block; hooks: what the engine runs around binding; plans:
-    what to try first. Raises UnsupportedQuantForIPCError naming the path of the first difference, SegmentError for
-    wrong bytes.
+    A hook whose plan fails gets the next one of rerun, replay, restore, and the attach is done
+    anew, on a new model. built: a model on the meta device, for the time of the block; hooks: what
+    the engine runs around binding; plans: what to try first. Raises UnsupportedQuantForIPCError
+    naming the path of the first difference, SegmentError for wrong bytes.
     """
     if (wrong := first_wrong_storage(index, mapping, device)) is not None:
-        raise SegmentError(f"{wrong}: the bytes in its segment do not have the digest that was made while packing")
+        raise SegmentError(
+            f"{wrong}: the bytes in its segment do not have the digest that was made while packing"
+        )
     hooks = hooks if index.stage == "processed" else _NoHooks()
     tried = Plans(plans)
-    # Each time round either a hook gets its next plan, or values are recorded, which happens once for a set of plans.
+    # Each time round either a hook gets its next plan, or values are recorded, which happens once
+    # for a set of plans.
     while True:
         attempt = msgspec.structs.replace(index, modules=tried.records())
         try:
@@ -186,7 +208,9 @@ def _attached(
 
 
 def first_wrong_storage(index: TensorIndex, mapping: Mapping, device: torch.device) -> str | None:
-    """Digest all storages as mapped; the first tensor over the first one whose bytes differ, or None."""
+    """Digest all storages as mapped; the first tensor over the first one whose bytes differ, or
+    None.
+    """
     names: dict[int | None, str] = {}
     for record in index.tensors:
         names.setdefault(record.storage, record.names[0])

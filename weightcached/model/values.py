@@ -1,7 +1,9 @@
-"""Typed values that may cross the index: a closed list, each with its codec. Nothing here is ever executed.
+"""Typed values that may cross the index: a closed list, each with its codec. Nothing here is ever
+executed.
 
-Plain Python scalars and containers travel as msgpack; everything else as a one-key map {"$tag": …}. Classes and
-enum members are named by import path and are accepted on decoding only where the caller's check allows the object.
+Plain Python scalars and containers travel as msgpack; everything else as a one-key map {"$tag": …}.
+Classes and enum members are named by import path and are accepted on decoding only where the
+caller's check allows the object.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ def _to_wire(value: Any, depth: int) -> Any:
         if tag is None:
             raise NotAValue(type(value).__name__)
         # The ordinal of a device is the process's own; the type is what the model depends on.
-        return {tag: value.type if isinstance(value, torch.device) else str(value).removeprefix("torch.")}
+        return {
+            tag: value.type
+            if isinstance(value, torch.device)
+            else str(value).removeprefix("torch.")
+        }
     if depth > _MAX_DEPTH:
         raise NotAValue(f"nested deeper than {_MAX_DEPTH}")
     return _container_to_wire(value, depth + 1)
@@ -57,7 +63,11 @@ def _container_to_wire(value: Any, depth: int) -> Any:
     if kind is list:
         return {"$list": [_to_wire(v, depth) for v in value]}
     if kind in (set, frozenset):
-        return {"$set" if kind is set else "$frozenset": sorted((_to_wire(v, depth) for v in value), key=repr)}
+        return {
+            "$set" if kind is set else "$frozenset": sorted(
+                (_to_wire(v, depth) for v in value), key=repr
+            )
+        }
     if kind is dict:
         return {"$dict": [[_to_wire(k, depth), _to_wire(v, depth)] for k, v in value.items()]}
     raise NotAValue(f"{kind.__module__}.{kind.__qualname__}")
@@ -78,16 +88,27 @@ def _from_wire(data: Any, depth: int) -> Any:
     ((tag, body),) = data.items()
     decode = _DECODERS.get(tag)
     if decode is None:
-        raise IndexFormatError(f"typed value has the unknown tag {tag!r}: known are {', '.join(sorted(_DECODERS))}")
+        raise IndexFormatError(
+            f"typed value has the unknown tag {tag!r}: known are {', '.join(sorted(_DECODERS))}"
+        )
     try:
         return decode(body, depth + 1)
-    except (TypeError, ValueError, LookupError, AttributeError, ImportError, ArithmeticError, RuntimeError) as e:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ImportError,
+        ArithmeticError,
+        RuntimeError,
+    ) as e:
         raise IndexFormatError(f"typed value {tag} {body!r}: {e}") from e
 
 
 def _enum(body: Any, depth: int) -> enum.Enum:
     module_name, qualname, member = body
-    # Importing would run code that the index chose; whatever a model uses has been imported by building it.
+    # Importing would run code that the index chose; whatever a model uses has been imported by
+    # building it.
     module = sys.modules.get(module_name) or importlib.import_module(_vllm_module(module_name))
     cls: Any = module
     for part in qualname.split("."):

@@ -1,14 +1,16 @@
 """One walk over a model: every tensor and value that a forward pass may depend on, by path.
 
-Paths read as Python would reach them: `model.layers.0.mlp.quant_method.kernel.workspace`, `scales[0]`,
-`tables['cos']`. A module's children, parameters and buffers are dotted as torch dots them.
+Paths read as Python would reach them: `model.layers.0.mlp.quant_method.kernel.workspace`,
+`scales[0]`, `tables['cos']`. A module's children, parameters and buffers are dotted as torch dots
+them.
 
-What belongs to the model: modules, their parameters and buffers, and whatever hangs in the attributes of modules and
-of the objects of vLLM and its plug-ins below them (quantization methods, schemes, kernels, attention implementations).
-What belongs to the process and is passed over: configuration, process groups, platforms, streams, loggers, KV caches,
-objects of torch and of the standard library. Of functions, and of what hangs on tensors for weight loading, only the
-tensors count that are held there.
-Every object is visited once, so cycles end and shared objects count where they are met first.
+What belongs to the model: modules, their parameters and buffers, and whatever hangs in the
+attributes of modules and of the objects of vLLM and its plug-ins below them (quantization methods,
+schemes, kernels, attention implementations). What belongs to the process and is passed over:
+configuration, process groups, platforms, streams, loggers, KV caches, objects of torch and of the
+standard library. Of functions, and of what hangs on tensors for weight loading, only the tensors
+count that are held there. Every object is visited once, so cycles end and shared objects count
+where they are met first.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class TensorSlot(NamedTuple):
 
 
 class ValueSlot(NamedTuple):
-    """Anything else: `wire` is its typed value, or a one-key map {"$type": name} for an object compared by type."""
+    """Anything else: `wire` is its typed value, or a one-key map {"$type": name} for an object
+    compared by type.
+    """
 
     path: str
     wire: Any
@@ -81,7 +85,8 @@ Slot = TensorSlot | ValueSlot
 
 
 class _Seen(set[int]):
-    """Identities of what has been visited. `later` is visited at the end, for tensors alone, by path.
+    """Identities of what has been visited. `later` is visited at the end, for tensors alone, by
+    path.
 
     scalars: whether attributes that are None, numbers or text are told of.
     """
@@ -99,8 +104,9 @@ class _Seen(set[int]):
 
 
 def walk(model: nn.Module, *, scalars: bool = True) -> Iterator[Slot]:
-    """Every slot of the model, modules in torch's order, tied names included; without `scalars`, most of the values
-    that are None, numbers or text are left out."""
+    """Every slot of the model, modules in torch's order, tied names included; without `scalars`,
+    most of the values that are None, numbers or text are left out.
+    """
     seen = _Seen(model, scalars=scalars)
     for name, module in _named_modules("", model, ()):
         yield from _registered(name, module, seen)
@@ -114,8 +120,11 @@ def walk(model: nn.Module, *, scalars: bool = True) -> Iterator[Slot]:
         yield from (slot for slot in slots if not slot.tensor.is_meta)
 
 
-def _named_modules(prefix: str, module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
-    # torch's own with remove_duplicate=False has tied modules under each name too, but never ends in a cycle.
+def _named_modules(
+    prefix: str, module: nn.Module, above: tuple[nn.Module, ...]
+) -> Iterator[tuple[str, nn.Module]]:
+    # torch's own with remove_duplicate=False has tied modules under each name too, but never ends
+    # in a cycle.
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and child is not module and child not in above:
@@ -153,16 +162,25 @@ def _registered(prefix: str, module: nn.Module, seen: _Seen) -> Iterator[Slot]:
 
 
 def _hung_on(path: str, tensor: torch.Tensor, seen: _Seen) -> None:
-    # Mostly numbers and functions for weight loading, which differ between a loaded and an attached model.
+    # Mostly numbers and functions for weight loading, which differ between a loaded and an attached
+    # model.
     attributes = vars(tensor)
     if attributes and seen.first_time(attributes):
-        held = ((name, v) for name, v in attributes.items() if type(v) not in _SCALARS and not callable(v))
+        held = (
+            (name, v)
+            for name, v in attributes.items()
+            if type(v) not in _SCALARS and not callable(v)
+        )
         seen.later += [(join(path, name), value) for name, value in held]
 
 
-def _attributes(prefix: str, attributes: dict[str, Any], seen: _Seen, *, in_module: bool) -> Iterator[Slot]:
+def _attributes(
+    prefix: str, attributes: dict[str, Any], seen: _Seen, *, in_module: bool
+) -> Iterator[Slot]:
     for name, value in list(attributes.items()):
-        if name in _SKIPPED_ATTRIBUTES or (in_module and name.endswith(("_hooks", "_hooks_with_kwargs"))):
+        if name in _SKIPPED_ATTRIBUTES or (
+            in_module and name.endswith(("_hooks", "_hooks_with_kwargs"))
+        ):
             continue
         if type(value) not in _SCALARS:
             yield from _value(join(prefix, name), value, seen)
@@ -179,7 +197,9 @@ def _value(path: str, value: Any, seen: _Seen) -> Iterator[Slot]:
         _hung_on(path, value, seen)
     elif isinstance(value, list | tuple | dict) and _holds_objects(value):
         if seen.first_time(value):
-            yield ValueSlot(path, {"$type": type_name(type(value)), "$len": len(value)}, restorable=False)
+            yield ValueSlot(
+                path, {"$type": type_name(type(value)), "$len": len(value)}, restorable=False
+            )
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:
                 yield from _value(f"{path}[{key!r}]", item, seen)
@@ -199,7 +219,9 @@ def _callable_to_wire(function: Any) -> dict[str, Any]:
     """The name of a callable, and what plain values it holds, which nobody could restore."""
     name = getattr(function, "__qualname__", type_name(type(function)))
     held = {path: value for path, value in _captured("", function) if is_plain(value)}
-    return {"$callable": name} | ({"$holds": {path: to_wire(value) for path, value in held.items()}} if held else {})
+    return {"$callable": name} | (
+        {"$holds": {path: to_wire(value) for path, value in held.items()}} if held else {}
+    )
 
 
 def _captured(path: str, function: Any) -> Iterator[tuple[str, Any]]:
@@ -207,7 +229,9 @@ def _captured(path: str, function: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(function, functools.partial):
         yield f"{path}.func", function.func
         yield from ((f"{path}.args[{n}]", value) for n, value in enumerate(function.args))
-        yield from ((f"{path}.keywords[{name!r}]", value) for name, value in function.keywords.items())
+        yield from (
+            (f"{path}.keywords[{name!r}]", value) for name, value in function.keywords.items()
+        )
     elif isinstance(function, MethodType):
         yield f"{path}.__self__", function.__self__
     elif isinstance(function, FunctionType):
@@ -237,7 +261,8 @@ _slots: Callable[[type], tuple[str, ...]] = functools.cache(_find_slots)
 
 
 def _foreign_module(path: str, module: nn.Module, seen: _Seen) -> Iterator[Slot]:
-    # A module of the tree, held once more, is only a reference; one outside the tree is walked like an object.
+    # A module of the tree, held once more, is only a reference; one outside the tree is walked like
+    # an object.
     yield ValueSlot(path, {"$type": type_name(type(module))}, restorable=False)
     if id(module) in seen:
         return
@@ -282,4 +307,8 @@ _belongs_to_model: Callable[[type], bool] = functools.cache(_is_of_model)
 
 def _is_process_object(value: Any) -> bool:
     module = type(value).__module__
-    return module.startswith(_PROCESS_MODULES) or module.split(".")[0] in ("logging", "threading", "torch")
+    return module.startswith(_PROCESS_MODULES) or module.split(".")[0] in (
+        "logging",
+        "threading",
+        "torch",
+    )

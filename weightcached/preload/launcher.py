@@ -1,7 +1,9 @@
-"""`weightcached preload`: the daemons of one model without systemd, one child for each device of this node.
+"""`weightcached preload`: the daemons of one model without systemd, one child for each device of
+this node.
 
-The engine arguments go through vLLM's own parser, in a child; this process stays free of torch. It stands in for the
-service manager (notify_server.py): a daemon that dies later is started again and takes its descriptors back.
+The engine arguments go through vLLM's own parser, in a child; this process stays free of torch. It
+stands in for the service manager (notify_server.py): a daemon that dies later is started again and
+takes its descriptors back.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ import msgspec
 from weightcached.config.manifest import OWN_LOAD_FORMATS
 from weightcached.config.ranks import layout_of, needs
 from weightcached.daemon.children import signal_name
-from weightcached.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_USAGE, DeviceError, WeightcachedError
+from weightcached.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    DeviceError,
+    WeightcachedError,
+)
 from weightcached.preload.notify_server import StandIn
 from weightcached.preload.spawn import Process, spawn
 from weightcached.system.fds import OwnedFd
@@ -38,12 +46,20 @@ from weightcached.system.paths import create_runtime_dir, runtime_dir, socket_pa
 
 log = logging.getLogger(__name__)
 
-# As the unit has it: a daemon takes 30 s at most to end, and ten deaths in half an hour are no accident.
+# As the unit has it: a daemon takes 30 s at most to end, and ten deaths in half an hour are no
+# accident.
 STOP_TIMEOUT_S = 30.0
 MAX_DEATHS = 10
 DEATHS_WINDOW_S = 1800.0
 RESTART_S = 0.2
-_NOT_FOR_CHILDREN = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID", "NOTIFY_SOCKET")
+_NOT_FOR_CHILDREN = (
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LISTEN_FDNAMES",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "NOTIFY_SOCKET",
+)
 _DEFAULT_MASTER_PORT = 29501
 
 
@@ -69,7 +85,9 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Serve until told to stop. Returns the exit status; raises WeightcachedError before anything was started."""
+    """Serve until told to stop. Returns the exit status; raises WeightcachedError before anything
+    was started.
+    """
     return asyncio.run(_run(options))
 
 
@@ -88,8 +106,12 @@ async def _run(options: Options) -> int:
     with _private_dir(directory) as private:
         manifest = private / "manifest.yaml"
         # JSON is YAML.
-        manifest.write_bytes(msgspec.json.encode({"version": 1, "models": [_entry(engine, devices)]}))
-        return await Command(options, _entry(engine, devices)["name"], devices, directory, private).run(stop)
+        manifest.write_bytes(
+            msgspec.json.encode({"version": 1, "models": [_entry(engine, devices)]})
+        )
+        return await Command(
+            options, _entry(engine, devices)["name"], devices, directory, private
+        ).run(stop)
 
 
 # ---- what to serve, and where
@@ -155,9 +177,14 @@ def _check_ports(engine: dict[str, Any], options: Options) -> None:
     """Ports are for groups, ranks load alone; but what could not work in a group is told now."""
     master, draft = options.master_port, options.draft_master_port
     if master is not None and master == draft:
-        raise PreloadError(f"--weight-cache-draft-master-port {draft} is the target's port too: choose another")
+        raise PreloadError(
+            f"--weight-cache-draft-master-port {draft} is the target's port too: choose another"
+        )
     engine_port = engine.get("master_port", _DEFAULT_MASTER_PORT)
-    for option, port in (("--weight-cache-master-port", master), ("--weight-cache-draft-master-port", draft)):
+    for option, port in (
+        ("--weight-cache-master-port", master),
+        ("--weight-cache-draft-master-port", draft),
+    ):
         if port is not None and port == engine_port:
             raise PreloadError(f"{option} {port} is the engine's --master-port too: choose another")
 
@@ -167,9 +194,11 @@ def _absolute(model: str) -> str:
 
 
 def local_devices(engine: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
-    """The devices of this node's ranks, in local-rank order. Raises DeviceError where there are too few.
+    """The devices of this node's ranks, in local-rank order. Raises DeviceError where there are too
+    few.
 
-    On a machine with GPUs those that CUDA_VISIBLE_DEVICES shows, in its order; else slots of host memory.
+    On a machine with GPUs those that CUDA_VISIBLE_DEVICES shows, in its order; else slots of host
+    memory.
     """
     count = layout_of(engine).local_ranks
     gpus = list_gpus()
@@ -193,7 +222,9 @@ def _name(model: str) -> str:
 
 @contextlib.contextmanager
 def _private_dir(directory: Path) -> Iterator[Path]:
-    """A directory for what this command alone needs; one that a killed command left behind is removed."""
+    """A directory for what this command alone needs; one that a killed command left behind is
+    removed.
+    """
     for old in directory.glob("preload-*"):
         with contextlib.suppress(OSError), _flocked(old):
             shutil.rmtree(old)
@@ -237,17 +268,22 @@ class Member:
                 listen=self.stand_in.kept,
             )
             status = await self._process.wait()
-            # What it said last counts: a descriptor that it stored is one that its successor adopts.
+            # What it said last counts: a descriptor that it stored is one that its successor
+            # adopts.
             self.stand_in.drain()
             log.error("%s ended pid=%d status=%s", self.name, self._process.pid, _described(status))
             if not all_ready.is_set() or status == EXIT_CONFIG or self._dies_too_often():
                 return status
             await asyncio.sleep(RESTART_S)
-            log.warning("%s is started again, with %d descriptors", self.name, len(self.stand_in.kept))
+            log.warning(
+                "%s is started again, with %d descriptors", self.name, len(self.stand_in.kept)
+            )
 
     def _dies_too_often(self) -> bool:
         self._deaths.append(time.monotonic())
-        return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S
+        return (
+            len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S
+        )
 
     async def stop(self) -> None:
         """End it, and free what was kept for it. keep() must have been cancelled."""
@@ -266,7 +302,9 @@ class Member:
 class Command:
     """All children of one command, from the first start to the last end."""
 
-    def __init__(self, options: Options, model: str, devices: list[str], directory: Path, private: Path) -> None:
+    def __init__(
+        self, options: Options, model: str, devices: list[str], directory: Path, private: Path
+    ) -> None:
         self._model = model
         self._devices = devices
         self._directory = directory
@@ -313,10 +351,14 @@ class Command:
 
     def _say_ready(self) -> None:
         ranks = f"{len(self._devices)} rank{'s' if len(self._devices) > 1 else ''}"
-        click.echo(f"READY {self._model}: {ranks} on {', '.join(self._devices)}, sockets in {self._directory}")
+        click.echo(
+            f"READY {self._model}: {ranks} on {', '.join(self._devices)}, sockets in {self._directory}"
+        )
 
     def _remove_sockets(self) -> None:
-        """Remove what a daemon that was killed could not; a daemon of somebody else holds its lock."""
+        """Remove what a daemon that was killed could not; a daemon of somebody else holds its
+        lock.
+        """
         for path in self._sockets:
             with contextlib.suppress(OSError), open(path.with_suffix(".lock"), "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

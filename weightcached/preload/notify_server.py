@@ -1,7 +1,8 @@
-"""The service manager's part for one daemon of `weightcached preload`: keeps its descriptors, hears that it is ready.
+"""The service manager's part for one daemon of `weightcached preload`: keeps its descriptors, hears
+that it is ready.
 
-Speaks sd_notify(3) as systemd does for a unit: FDSTORE=, FDSTOREREMOVE=, BARRIER=, READY=, STATUS=. All else is
-ignored, watchdog and time-outs too: the command's own user sees a daemon that hangs.
+Speaks sd_notify(3) as systemd does for a unit: FDSTORE=, FDSTOREREMOVE=, BARRIER=, READY=, STATUS=.
+All else is ignored, watchdog and time-outs too: the command's own user sees a daemon that hangs.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ _MAX_FDS = 16
 
 
 class StandIn:
-    """One daemon's manager. `kept` are its descriptors by name, owned here; `ready` is set by READY=1."""
+    """One daemon's manager. `kept` are its descriptors by name, owned here; `ready` is set by
+    READY=1.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Listen on a socket at `path`, in a directory that only this user may enter. Needs a running loop.
+        """Listen on a socket at `path`, in a directory that only this user may enter. Needs a
+        running loop.
 
         Raises RuntimePathError.
         """
@@ -33,12 +37,16 @@ class StandIn:
         self.kept: dict[str, OwnedFd] = {}
         self.status = ""
         self.ready = asyncio.Event()
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._sock = socket.socket(
+            socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        )
         try:
             self._sock.bind(self.address)
         except OSError as e:
             self._sock.close()
-            raise RuntimePathError(f"cannot listen on {path}: {e.strerror or e}; use a shorter socket directory") from e
+            raise RuntimePathError(
+                f"cannot listen on {path}: {e.strerror or e}; use a shorter socket directory"
+            ) from e
         asyncio.get_running_loop().add_reader(self._sock.fileno(), self.drain)
 
     def drain(self) -> None:
@@ -53,7 +61,13 @@ class StandIn:
     def _take(self, state: str, fds: list[OwnedFd]) -> None:
         fields = dict(line.partition("=")[::2] for line in state.splitlines())
         name = fields.get("FDNAME", "")
-        if "FDSTORE" in fields and len(fds) == 1 and name and ":" not in name and name not in self.kept:
+        if (
+            "FDSTORE" in fields
+            and len(fds) == 1
+            and name
+            and ":" not in name
+            and name not in self.kept
+        ):
             self.kept[name] = fds.pop()
         elif "FDSTOREREMOVE" in fields and name in self.kept:
             self.kept.pop(name).close()

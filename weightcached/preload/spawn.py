@@ -1,6 +1,8 @@
-"""Start a process that ends with this one, and that begins with given descriptors as sd_listen_fds(3) has it.
+"""Start a process that ends with this one, and that begins with given descriptors as
+sd_listen_fds(3) has it.
 
-Not subprocess: a service's first descriptors have fixed numbers, and LISTEN_PID is known only after the fork.
+Not subprocess: a service's first descriptors have fixed numbers, and LISTEN_PID is known only after
+the fork.
 """
 
 from __future__ import annotations
@@ -49,18 +51,26 @@ class Process:
 
 
 def spawn(
-    command: Sequence[str], *, env: Mapping[str, str], listen: Mapping[str, OwnedFd] | None = None, stdout: int = 1
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    listen: Mapping[str, OwnedFd] | None = None,
+    stdout: int = 1,
 ) -> Process:
     """Start `command`, whose first word is a path, in a session of its own.
 
-    `listen` are descriptors that the process begins with, by the names that it is told. A command that cannot be
-    started ends with status 127. Only for a process without threads. Raises OSError when there can be no new process.
+    `listen` are descriptors that the process begins with, by the names that it is told. A command
+    that cannot be started ends with status 127. Only for a process without threads. Raises OSError
+    when there can be no new process.
     """
     held = listen or {}
     parent = os.getpid()
     libc = ctypes.CDLL(None)
     # Above the numbers that they will have, so that moving one does not overwrite another.
-    moved = [fcntl.fcntl(fd.fileno(), fcntl.F_DUPFD_CLOEXEC, LISTEN_FDS_START + len(held)) for fd in held.values()]
+    moved = [
+        fcntl.fcntl(fd.fileno(), fcntl.F_DUPFD_CLOEXEC, LISTEN_FDS_START + len(held))
+        for fd in held.values()
+    ]
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _RESET)
     try:
         pid = os.fork()
@@ -98,7 +108,11 @@ def _become(
             os.dup2(stdout, 1)
         for place, fd in enumerate(fds, LISTEN_FDS_START):
             os.dup2(fd, place)
-        told = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(fds)), "LISTEN_FDNAMES": ":".join(names)}
+        told = {
+            "LISTEN_PID": str(os.getpid()),
+            "LISTEN_FDS": str(len(fds)),
+            "LISTEN_FDNAMES": ":".join(names),
+        }
         os.execve(command[0], list(command), {**env, **(told if fds else {})})
     except BaseException as e:
         sys.stderr.write(f"{command[0]} cannot be started: {e}\n")

@@ -1,6 +1,7 @@
 """The interface that host.py and cuda.py implement, and the choice between them.
 
-A loader creates segments, fills and publishes them; an engine adopts descriptors and maps them all or none.
+A loader creates segments, fills and publishes them; an engine adopts descriptors and maps them all
+or none.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ class WritableSegment(Protocol):
     nbytes: int
 
     def tensor(self) -> torch.Tensor:
-        """uint8, shape (nbytes,), on the backend's device. Every tensor over it must be gone before publish()."""
+        """uint8, shape (nbytes,), on the backend's device. Every tensor over it must be gone before
+        publish().
+        """
         ...
 
     def publish(self) -> OwnedFd:
-        """Make the content final, unmap it here and return the descriptor that keeps it alive. Raises SegmentError."""
+        """Make the content final, unmap it here and return the descriptor that keeps it alive.
+        Raises SegmentError.
+        """
         ...
 
     def close(self) -> None:
@@ -44,18 +49,23 @@ class PrivateCopy(Protocol):
 
 
 class Mapping(Protocol):
-    """All segments of one index, mapped for reading. Lives as long as any tensor over it, or until closed."""
+    """All segments of one index, mapped for reading. Lives as long as any tensor over it, or until
+    closed.
+    """
 
     def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        """uint8, shape (nbytes,), with a storage of its own that begins at the offset and keeps the mapping alive.
+        """uint8, shape (nbytes,), with a storage of its own that begins at the offset and keeps the
+        mapping alive.
 
-        A storage of its own, since torch.compile and CUDA graphs take tensors of one storage for aliases. Whether
-        writing faults or stays private is the backend's promise.
+        A storage of its own, since torch.compile and CUDA graphs take tensors of one storage for
+        aliases. Whether writing faults or stays private is the backend's promise.
         """
         ...
 
     def read(self, segment: int, offset_bytes: int, nbytes: int) -> memoryview:
-        """The bytes, in host memory, without torch; a copy where the segment is in device memory."""
+        """The bytes, in host memory, without torch; a copy where the segment is in device
+        memory.
+        """
         ...
 
     def private_copy(self, segment: int) -> PrivateCopy:
@@ -63,7 +73,9 @@ class Mapping(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop this reference; the memory is unmapped once no tensor over it is left. May be called twice."""
+        """Drop this reference; the memory is unmapped once no tensor over it is left. May be called
+        twice.
+        """
         ...
 
 
@@ -77,15 +89,20 @@ class Backend(Protocol):
         ...
 
     def driver(self) -> str:
-        """Identifies what keeps the segments alive, e.g. a driver version; segments do not outlive a change of it."""
+        """Identifies what keeps the segments alive, e.g. a driver version; segments do not outlive
+        a change of it.
+        """
         ...
 
     def create(self, nbytes: int) -> WritableSegment:
-        """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError, OutOfDeviceMemoryError."""
+        """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError,
+        OutOfDeviceMemoryError.
+        """
         ...
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> Mapping:
-        """Adopt the descriptors (closing each) and map all segments read-only, in order, or none at all.
+        """Adopt the descriptors (closing each) and map all segments read-only, in order, or none at
+        all.
 
         Raises SegmentError; nothing stays mapped and no descriptor stays open then.
         """

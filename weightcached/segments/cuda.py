@@ -1,8 +1,8 @@
 """The CUDA backend: segments as exportable GPU memory, and how torch sees it in place.
 
-A published segment belongs to its descriptors and mappings, not to a process. Engines map all segments of an index
-into one address range whose pages they cannot write. The calls behind it, and who gives what back, are in
-cuda_driver.py; who uses how much memory is system/gpus.py's.
+A published segment belongs to its descriptors and mappings, not to a process. Engines map all
+segments of an index into one address range whose pages they cannot write. The calls behind it, and
+who gives what back, are in cuda_driver.py; who uses how much memory is system/gpus.py's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import BackendName
-from weightcached.segments.cuda_driver import Allocation, CudaError, Gpu, MappedRange, PrimaryContext
+from weightcached.segments.cuda_driver import (
+    Allocation,
+    CudaError,
+    Gpu,
+    MappedRange,
+    PrimaryContext,
+)
 from weightcached.system import gpus as devices
 from weightcached.system.fds import OwnedFd, close_all
 
@@ -23,9 +29,11 @@ if TYPE_CHECKING:
 
 
 class DeviceArray:
-    """`nbytes` bytes at `address` on CUDA device `ordinal`, in the form that torch.as_tensor() takes without a copy.
+    """`nbytes` bytes at `address` on CUDA device `ordinal`, in the form that torch.as_tensor()
+    takes without a copy.
 
-    torch refers to this object, and it to the memory's `owner`, until the last tensor over the bytes is gone.
+    torch refers to this object, and it to the memory's `owner`, until the last tensor over the
+    bytes is gone.
     """
 
     def __init__(self, owner: object, address: int, nbytes: int, ordinal: int) -> None:
@@ -36,12 +44,20 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # torch refuses arrays marked as read-only, so this says False. The GPU's page tables guard the memory.
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+        # torch refuses arrays marked as read-only, so this says False. The GPU's page tables guard
+        # the memory.
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
 
 
 def torch_tensor(array: DeviceArray) -> torch.Tensor:
-    """uint8, shape (array.nbytes,): the array itself. Raises SegmentError should torch have copied it."""
+    """uint8, shape (array.nbytes,): the array itself. Raises SegmentError should torch have copied
+    it.
+    """
     # The daemon imports this package and never torch.
     import torch
 
@@ -60,10 +76,17 @@ AsTensor = Callable[[DeviceArray], Any]
 
 
 class CudaSegment:
-    """A segment that its creator still fills, mapped read-write. WritableSegment of segments/api.py."""
+    """A segment that its creator still fills, mapped read-write. WritableSegment of
+    segments/api.py.
+    """
 
     def __init__(
-        self, context: PrimaryContext, allocation: Allocation, mapped: MappedRange, ordinal: int, as_tensor: AsTensor
+        self,
+        context: PrimaryContext,
+        allocation: Allocation,
+        mapped: MappedRange,
+        ordinal: int,
+        as_tensor: AsTensor,
     ) -> None:
         self.nbytes = mapped.nbytes
         self._context = context
@@ -74,7 +97,9 @@ class CudaSegment:
         self._array: Callable[[], DeviceArray | None] = lambda: None
 
     def tensor(self) -> torch.Tensor:
-        """uint8, shape (nbytes,), writable, new memory is not zeroed. Must be gone, views too, before publish()."""
+        """uint8, shape (nbytes,), writable, new memory is not zeroed. Must be gone, views too,
+        before publish().
+        """
         mapped = self._open("tensor")
         array = self._array()
         if array is None:
@@ -84,14 +109,17 @@ class CudaSegment:
         return tensor
 
     def publish(self) -> OwnedFd:
-        """Wait for the writes, unmap and return the descriptor that keeps the memory alive. Raises SegmentError.
+        """Wait for the writes, unmap and return the descriptor that keeps the memory alive. Raises
+        SegmentError.
 
         After an error the segment is still the caller's, to publish() again or close().
         """
         self._open("publish")
         failing = f"cannot publish a segment of {self.nbytes} bytes"
         if self._array() is not None:
-            raise SegmentError(f"{failing}: a tensor over it is alive and could still write; delete every one of them")
+            raise SegmentError(
+                f"{failing}: a tensor over it is alive and could still write; delete every one of them"
+            )
         with self._context.current():
             self._context.synchronize(failing)
             fd = self._allocation.export(failing)
@@ -99,24 +127,32 @@ class CudaSegment:
         return fd
 
     def close(self) -> None:
-        """Free what publish() did not pass on, once no tensor over it is left. May be called twice."""
+        """Free what publish() did not pass on, once no tensor over it is left. May be called
+        twice.
+        """
         mapped, self._mapped = self._mapped, None
         if mapped is not None and self._array() is None:
             mapped.close()
 
     def _open(self, method: str) -> MappedRange:
         if self._mapped is None:
-            raise SegmentError(f"{method}() of a segment of {self.nbytes} bytes that was published or closed")
+            raise SegmentError(
+                f"{method}() of a segment of {self.nbytes} bytes that was published or closed"
+            )
         return self._mapped
 
 
 class CudaMapping:
-    """All segments of one index in one contiguous address range, read-only. Mapping of segments/api.py.
+    """All segments of one index in one contiguous address range, read-only. Mapping of
+    segments/api.py.
 
-    A kernel that writes there gets "illegal memory access", which breaks its process's CUDA context and no other.
+    A kernel that writes there gets "illegal memory access", which breaks its process's CUDA context
+    and no other.
     """
 
-    def __init__(self, gpu: Gpu, mapped: MappedRange, nbytes: Sequence[int], as_tensor: AsTensor) -> None:
+    def __init__(
+        self, gpu: Gpu, mapped: MappedRange, nbytes: Sequence[int], as_tensor: AsTensor
+    ) -> None:
         self.nbytes = mapped.nbytes
         self._gpu = gpu
         self._sizes = tuple(nbytes)
@@ -125,9 +161,13 @@ class CudaMapping:
         self._as_tensor = as_tensor
 
     def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        """uint8, shape (nbytes,), with a storage of its own that begins at the offset. Writing to it faults."""
+        """uint8, shape (nbytes,), with a storage of its own that begins at the offset. Writing to
+        it faults.
+        """
         mapped, address = self._at(segment, offset_bytes, nbytes)
-        tensor: torch.Tensor = self._as_tensor(DeviceArray(mapped, address, nbytes, self._gpu.ordinal))
+        tensor: torch.Tensor = self._as_tensor(
+            DeviceArray(mapped, address, nbytes, self._gpu.ordinal)
+        )
         return tensor
 
     def read(self, segment: int, offset_bytes: int, nbytes: int) -> memoryview:
@@ -136,18 +176,28 @@ class CudaMapping:
         return self._gpu.read(address, nbytes, f"cannot read {nbytes} bytes of segment {segment}")
 
     def private_copy(self, segment: int) -> CudaCopy:
-        """A writable copy of one segment in memory of torch's allocator, made by one device-to-device copy."""
-        return CudaCopy(self.view(segment, 0, self._sizes[segment]).clone(), self._gpu.ordinal, self._as_tensor)
+        """A writable copy of one segment in memory of torch's allocator, made by one
+        device-to-device copy.
+        """
+        return CudaCopy(
+            self.view(segment, 0, self._sizes[segment]).clone(), self._gpu.ordinal, self._as_tensor
+        )
 
     def close(self) -> None:
-        """Drop this reference; unmaps now, or when the last tensor over the range goes. May be called twice."""
+        """Drop this reference; unmaps now, or when the last tensor over the range goes. May be
+        called twice.
+        """
         self._mapped = None
 
     def _at(self, segment: int, offset_bytes: int, nbytes: int) -> tuple[MappedRange, int]:
         if self._mapped is None:
-            raise SegmentError(f"a mapping of {self.nbytes} bytes is closed: take its tensors before close()")
+            raise SegmentError(
+                f"a mapping of {self.nbytes} bytes is closed: take its tensors before close()"
+            )
         if not 0 <= segment < len(self._sizes):
-            raise SegmentError(f"segment {segment} is not one of the {len(self._sizes)} that are mapped")
+            raise SegmentError(
+                f"segment {segment} is not one of the {len(self._sizes)} that are mapped"
+            )
         if not 0 <= offset_bytes <= offset_bytes + nbytes <= self._sizes[segment]:
             raise SegmentError(
                 f"{nbytes} bytes at {offset_bytes} reach outside segment {segment} of {self._sizes[segment]} bytes"
@@ -166,20 +216,25 @@ class CudaCopy:
     def view(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         """uint8, shape (nbytes,), writable, with a storage of its own."""
         address = self._memory.data_ptr() + offset_bytes
-        tensor: torch.Tensor = self._as_tensor(DeviceArray(self._memory, address, nbytes, self._ordinal))
+        tensor: torch.Tensor = self._as_tensor(
+            DeviceArray(self._memory, address, nbytes, self._ordinal)
+        )
         return tensor
 
 
 class CudaBackend:
     """Segments on one GPU or MIG device. Backend of segments/api.py.
 
-    `driver` has the functions of cuda.bindings.driver, which is the default; `as_tensor` shows an array to torch.
-    Raises SegmentError without a driver or a device that can share memory, DeviceError for one that is not visible.
+    `driver` has the functions of cuda.bindings.driver, which is the default; `as_tensor` shows an
+    array to torch. Raises SegmentError without a driver or a device that can share memory,
+    DeviceError for one that is not visible.
     """
 
     name: BackendName = "cuda"
 
-    def __init__(self, device: str, driver: Any = None, *, as_tensor: AsTensor = torch_tensor) -> None:
+    def __init__(
+        self, device: str, driver: Any = None, *, as_tensor: AsTensor = torch_tensor
+    ) -> None:
         self.device = device
         self._gpu = Gpu(device, driver)
         self._as_tensor = as_tensor
@@ -189,7 +244,9 @@ class CudaBackend:
         return self._gpu.granularity
 
     def driver(self) -> str:
-        """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: the memory outlives every process that loads it."""
+        """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: the memory outlives every
+        process that loads it.
+        """
         return devices.driver_name(devices.kernel_driver_version())
 
     def free_bytes(self) -> tuple[int, int]:
@@ -201,7 +258,9 @@ class CudaBackend:
         return devices.persistence_warning(self.device)
 
     def create(self, nbytes: int) -> CudaSegment:
-        """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError, OutOfDeviceMemoryError."""
+        """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError,
+        OutOfDeviceMemoryError.
+        """
         failing = f"cannot create a segment of {nbytes} bytes on {self.device}"
         self._check_size(nbytes, failing)
         free, total = self._gpu.memory()
@@ -216,25 +275,36 @@ class CudaBackend:
                 raise
             resources.callback(allocation.close)
             pieces = [(allocation, nbytes)]
-            mapped = self._gpu.map_range(pieces, writable=True, resources=resources, failing=failing)
-        return CudaSegment(self._gpu.context, allocation, mapped, self._gpu.ordinal, self._as_tensor)
+            mapped = self._gpu.map_range(
+                pieces, writable=True, resources=resources, failing=failing
+            )
+        return CudaSegment(
+            self._gpu.context, allocation, mapped, self._gpu.ordinal, self._as_tensor
+        )
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> CudaMapping:
-        """Adopt the descriptors (closing each) and map all segments read-only, in order, or none at all.
+        """Adopt the descriptors (closing each) and map all segments read-only, in order, or none at
+        all.
 
-        Raises SegmentError naming segment, driver call and error; nothing stays mapped, no descriptor open then.
+        Raises SegmentError naming segment, driver call and error; nothing stays mapped, no
+        descriptor open then.
         """
         failing = f"cannot map {len(nbytes)} segments on {self.device}"
         with ExitStack() as descriptors:
-            # Imports take references of their own; open descriptors would only pin the memory once more.
+            # Imports take references of their own; open descriptors would only pin the memory once
+            # more.
             descriptors.callback(close_all, fds)
             if len(fds) != len(nbytes) or not nbytes:
-                raise SegmentError(f"{failing}: {len(fds)} descriptors came with them; expected one each, at least one")
+                raise SegmentError(
+                    f"{failing}: {len(fds)} descriptors came with them; expected one each, at least one"
+                )
             for segment, size in enumerate(nbytes):
                 self._check_size(size, f"{failing}: segment {segment}")
             with self._gpu.context.current(), ExitStack() as handles, ExitStack() as resources:
                 pieces = self._adopt(fds, nbytes, handles, failing)
-                mapped = self._gpu.map_range(pieces, writable=False, resources=resources, failing=failing)
+                mapped = self._gpu.map_range(
+                    pieces, writable=False, resources=resources, failing=failing
+                )
                 # Leaving the block releases the handles: what is mapped holds the memory by itself.
         return CudaMapping(self._gpu, mapped, nbytes, self._as_tensor)
 
@@ -251,11 +321,15 @@ class CudaBackend:
     def _check_size(self, nbytes: int, failing: str) -> None:
         unit = self._gpu.granularity
         if nbytes <= 0 or nbytes % unit:
-            raise SegmentError(f"{failing}: {nbytes} bytes, expected a positive multiple of the granularity, {unit}")
+            raise SegmentError(
+                f"{failing}: {nbytes} bytes, expected a positive multiple of the granularity, {unit}"
+            )
 
     def _out_of_memory(self, failing: str, free: int, total: int) -> OutOfDeviceMemoryError:
         found = devices.holders(self.device)
-        listed = ", ".join(f"pid {holder.pid} ({holder.name}) {_gib(holder.nbytes)}" for holder in found)
+        listed = ", ".join(
+            f"pid {holder.pid} ({holder.name}) {_gib(holder.nbytes)}" for holder in found
+        )
         rest = _gib(max(0, total - free - sum(holder.nbytes for holder in found)))
         return OutOfDeviceMemoryError(
             f"{failing}: {_gib(free)} of {_gib(total)} are free; held by {listed or 'no listed process'}, "

@@ -1,6 +1,7 @@
 """Every call of the CUDA driver API, and one owner for each resource that it hands out.
 
-Owners give back in close(), which may be called twice and never raises. The calls of a segment's life, in order:
+Owners give back in close(), which may be called twice and never raises. The calls of a segment's
+life, in order:
 
     create   cuMemCreate, cuMemAddressReserve, cuMemMap, cuMemSetAccess (read-write)
     publish  cuCtxSynchronize, cuMemExportToShareableHandle, cuMemUnmap, cuMemAddressFree, cuMemRelease
@@ -8,8 +9,9 @@ Owners give back in close(), which may be called twice and never raises. The cal
              cuMemRelease each
     close    cuCtxSynchronize, cuMemUnmap each, cuMemAddressFree
 
-An argument that the driver refuses is the result of that one call and leaves no error behind: torch works on. Only
-faults of kernels stick to the context. What segments are and how torch sees them is cuda.py's.
+An argument that the driver refuses is the result of that one call and leaves no error behind: torch
+works on. Only faults of kernels stick to the context. What segments are and how torch sees them is
+cuda.py's.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ log = logging.getLogger(__name__)
 # CUDA 11.4: from here on the driver tells MIG devices apart by UUID.
 MIN_DRIVER_VERSION = 11040
 _NAME_NBYTES = 256
-_BROKEN_CONTEXT = "an earlier kernel broke this process's CUDA context: end the process; 'dmesg' shows the Xid"
+_BROKEN_CONTEXT = (
+    "an earlier kernel broke this process's CUDA context: end the process; 'dmesg' shows the Xid"
+)
 _ADVICE = {
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible: check 'nvidia-smi -L' and CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_NOT_INITIALIZED": "CUDA does not survive fork(): start the process with spawn",
@@ -62,15 +66,19 @@ class CudaError(SegmentError):
 
 
 class Driver:
-    """The driver API, every result checked. Names and arguments are those of cuda.bindings.driver."""
+    """The driver API, every result checked. Names and arguments are those of
+    cuda.bindings.driver.
+    """
 
     def __init__(self, api: Any) -> None:
         self.api = api
 
     def call(self, name: str, *arguments: Any, failing: str, advice: str = "") -> Any:
-        """What the call returns beside its result. `failing` opens the error text, e.g. "cannot map segment 2".
+        """What the call returns beside its result. `failing` opens the error text, e.g. "cannot map
+        segment 2".
 
-        Raises CudaError, with `advice` where the error's name says nothing better; SegmentError without a driver.
+        Raises CudaError, with `advice` where the error's name says nothing better; SegmentError
+        without a driver.
         """
         try:
             result, *values = getattr(self.api, name)(*arguments)
@@ -79,12 +87,17 @@ class Driver:
                 f"{failing}: {name}: {e}; install an NVIDIA driver that has it ('nvidia-smi' shows what is installed)"
             ) from e
         if result != 0:
-            advice = _ADVICE.get(result.name, advice) or "check 'nvidia-smi', and 'dmesg' for Xid messages"
+            advice = (
+                _ADVICE.get(result.name, advice)
+                or "check 'nvidia-smi', and 'dmesg' for Xid messages"
+            )
             raise CudaError(f"{failing}: {name}: {result.name}; {advice}", result.name)
         return values[0] if len(values) == 1 else tuple(values)
 
     def give_back(self, name: str, *arguments: Any) -> None:
-        """Call what gives a resource back. A failure is logged: the rest must be given back as well."""
+        """Call what gives a resource back. A failure is logged: the rest must be given back as
+        well.
+        """
         with logged():
             self.call(name, *arguments, failing="a CUDA resource stays until this process ends")
 
@@ -103,8 +116,8 @@ def logged() -> Iterator[None]:
 class PrimaryContext:
     """A reference on the device's primary context, the one that torch uses.
 
-    Given back by close(), or with the last range mapped in it: `ranges` has the addresses of those. Python's collector
-    may finalize a context before the ranges that refer to it.
+    Given back by close(), or with the last range mapped in it: `ranges` has the addresses of those.
+    Python's collector may finalize a context before the ranges that refer to it.
     """
 
     def __init__(self, driver: Driver, ordinal: int, device: str) -> None:
@@ -113,17 +126,22 @@ class PrimaryContext:
         self._closed = False
         self._retained: int | None = None
         self.ranges: set[int] = set()
-        self._handle = driver.call("cuDevicePrimaryCtxRetain", ordinal, failing=f"cannot use {device}")
+        self._handle = driver.call(
+            "cuDevicePrimaryCtxRetain", ordinal, failing=f"cannot use {device}"
+        )
         self._retained = ordinal
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make it this thread's context for a while, whatever was current: that is current again afterwards."""
+        """Make it this thread's context for a while, whatever was current: that is current again
+        afterwards.
+        """
         self._driver.call("cuCtxPushCurrent", self._handle, failing=f"cannot use {self._device}")
         try:
             yield
         finally:
-            # Should this fail, the thread keeps our context: not worth losing the result of the block.
+            # Should this fail, the thread keeps our context: not worth losing the result of the
+            # block.
             self._driver.give_back("cuCtxPopCurrent")
 
     def synchronize(self, failing: str) -> None:
@@ -164,7 +182,9 @@ class _Owned:
 
 
 class Allocation(_Owned):
-    """A handle on physical memory. The memory itself lives on while it is mapped or a descriptor of it is open."""
+    """A handle on physical memory. The memory itself lives on while it is mapped or a descriptor of
+    it is open.
+    """
 
     def __init__(self, driver: Driver, handle: Any) -> None:
         super().__init__(driver, "cuMemRelease", handle)
@@ -172,20 +192,27 @@ class Allocation(_Owned):
 
     def export(self, failing: str) -> OwnedFd:
         """A new descriptor on the memory, close-on-exec."""
-        fd_type = self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        fd_type = (
+            self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
         name = "cuMemExportToShareableHandle"
         fd = OwnedFd(self._driver.call(name, self.handle, fd_type, 0, failing=failing))
-        # The driver does not say whether a child would inherit it, and a child that does pins the memory.
+        # The driver does not say whether a child would inherit it, and a child that does pins the
+        # memory.
         os.set_inheritable(fd.fileno(), False)
         return fd
 
 
 class Reservation(_Owned):
-    """A range of device addresses, `nbytes` from `address` on; everything mapped into it is unmapped before."""
+    """A range of device addresses, `nbytes` from `address` on; everything mapped into it is
+    unmapped before.
+    """
 
     def __init__(self, driver: Driver, nbytes: int, failing: str) -> None:
         advice = "no free address range of this size"
-        address = driver.call("cuMemAddressReserve", nbytes, 0, 0, 0, failing=failing, advice=advice)
+        address = driver.call(
+            "cuMemAddressReserve", nbytes, 0, 0, 0, failing=failing, advice=advice
+        )
         self.address = int(address)
         super().__init__(driver, "cuMemAddressFree", self.address, nbytes)
 
@@ -193,19 +220,27 @@ class Reservation(_Owned):
 class Placed(_Owned):
     """One allocation mapped at an address of a reservation."""
 
-    def __init__(self, driver: Driver, address: int, nbytes: int, allocation: Allocation, failing: str) -> None:
+    def __init__(
+        self, driver: Driver, address: int, nbytes: int, allocation: Allocation, failing: str
+    ) -> None:
         advice = "its allocation has another size than the index says: 'weightcachectl reload' makes a new one"
-        driver.call("cuMemMap", address, nbytes, 0, allocation.handle, 0, failing=failing, advice=advice)
+        driver.call(
+            "cuMemMap", address, nbytes, 0, allocation.handle, 0, failing=failing, advice=advice
+        )
         super().__init__(driver, "cuMemUnmap", address, nbytes)
 
 
 class MappedRange:
-    """Allocations mapped one behind the other, `nbytes` from `address` on, until nothing refers to this object.
+    """Allocations mapped one behind the other, `nbytes` from `address` on, until nothing refers to
+    this object.
 
-    Whatever shows the memory to torch refers to it, so the last tensor unmaps it, in whichever thread it goes.
+    Whatever shows the memory to torch refers to it, so the last tensor unmaps it, in whichever
+    thread it goes.
     """
 
-    def __init__(self, context: PrimaryContext, address: int, nbytes: int, resources: ExitStack) -> None:
+    def __init__(
+        self, context: PrimaryContext, address: int, nbytes: int, resources: ExitStack
+    ) -> None:
         self._context = context
         self._resources: ExitStack | None = resources
         self.address = address
@@ -213,10 +248,11 @@ class MappedRange:
         context.ranges.add(address)
 
     def close(self) -> None:
-        """Wait for the kernels that may use the memory, then unmap it. May be called twice; never raises.
+        """Wait for the kernels that may use the memory, then unmap it. May be called twice; never
+        raises.
 
-        Where waiting fails the memory stays mapped, for a later close() or the end of the process: it is never
-        taken from under a kernel.
+        Where waiting fails the memory stays mapped, for a later close() or the end of the process:
+        it is never taken from under a kernel.
         """
         if self._resources is None:
             return
@@ -228,7 +264,8 @@ class MappedRange:
             self._context.range_unmapped(self.address)
 
     def __del__(self) -> None:
-        # At its end the process gives everything back at once, and parts of Python are gone by then.
+        # At its end the process gives everything back at once, and parts of Python are gone by
+        # then.
         if not sys.is_finalizing():
             self.close()
 
@@ -236,29 +273,38 @@ class MappedRange:
 class Gpu:
     """One GPU or MIG device, opened: what it can do, and the calls that make the resources above.
 
-    Holds the device's primary context until it and everything it made are gone. Raises SegmentError without a driver
-    or a device that can share memory by descriptors, DeviceError for a device that is not visible.
+    Holds the device's primary context until it and everything it made are gone. Raises SegmentError
+    without a driver or a device that can share memory by descriptors, DeviceError for a device that
+    is not visible.
     """
 
     def __init__(self, device: str, api: Any = None) -> None:
         if is_host_device(check_device(device)):
-            raise DeviceError(f"device {device!r} is host memory, not a GPU: open_backend() picks the backend")
+            raise DeviceError(
+                f"device {device!r} is host memory, not a GPU: open_backend() picks the backend"
+            )
         self.device = device
         self._driver = Driver(_bindings() if api is None else api)
         failing = f"cannot use {device}"
         self._driver.call("cuInit", 0, failing=failing)
         self.cuda_version = self._checked_version(failing)
-        # The ordinal is CUDA's and torch's in this process; the number of the driver's device object is its own.
+        # The ordinal is CUDA's and torch's in this process; the number of the driver's device
+        # object is its own.
         self.ordinal, self._number = _find(self._driver, device)
         self._check_abilities(failing)
         self._properties = self._allocation_properties()
         self.context = PrimaryContext(self._driver, self._number, device)
         with self.context.current():
-            # Not the recommended granularity: only the minimum is required, and segments of 1 GiB are a multiple
-            # of any page size; a larger multiple would only pad the small private segment.
-            option = self._driver.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            # Not the recommended granularity: only the minimum is required, and segments of 1 GiB
+            # are a multiple of any page size; a larger multiple would only pad the small private
+            # segment.
+            option = (
+                self._driver.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            )
             name = "cuMemGetAllocationGranularity"
-            self.granularity: int = self._driver.call(name, self._properties, option, failing=failing)
+            self.granularity: int = self._driver.call(
+                name, self._properties, option, failing=failing
+            )
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes. Raises CudaError."""
@@ -277,20 +323,33 @@ class Gpu:
 
     def allocate(self, nbytes: int, failing: str) -> Allocation:
         """New physical memory. The context is current."""
-        return Allocation(self._driver, self._driver.call("cuMemCreate", nbytes, self._properties, 0, failing=failing))
+        return Allocation(
+            self._driver,
+            self._driver.call("cuMemCreate", nbytes, self._properties, 0, failing=failing),
+        )
 
     def adopt(self, fd: OwnedFd, failing: str) -> Allocation:
-        """Import a descriptor, which stays the caller's: the handle is another reference. The context is current."""
-        fd_type = self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        """Import a descriptor, which stays the caller's: the handle is another reference. The
+        context is current.
+        """
+        fd_type = (
+            self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
         advice = "the descriptor is no CUDA allocation of this device: 'weightcachectl reload' makes new ones"
         name = "cuMemImportFromShareableHandle"
         handle = self._driver.call(name, fd.fileno(), fd_type, failing=failing, advice=advice)
         return Allocation(self._driver, handle)
 
     def map_range(
-        self, pieces: Sequence[tuple[Allocation, int]], *, writable: bool, resources: ExitStack, failing: str
+        self,
+        pieces: Sequence[tuple[Allocation, int]],
+        *,
+        writable: bool,
+        resources: ExitStack,
+        failing: str,
     ) -> MappedRange:
-        """Map the pieces, one behind the other, into a new range and open it. The context is current.
+        """Map the pieces, one behind the other, into a new range and open it. The context is
+        current.
 
         The range takes over what `resources` holds; after a CudaError its owner unwinds it.
         """
@@ -299,7 +358,13 @@ class Gpu:
         resources.callback(reservation.close)
         address = reservation.address
         for segment, (allocation, nbytes) in enumerate(pieces):
-            placed = Placed(self._driver, address, nbytes, allocation, f"{failing}: segment {segment}, {nbytes} bytes")
+            placed = Placed(
+                self._driver,
+                address,
+                nbytes,
+                allocation,
+                f"{failing}: segment {segment}, {nbytes} bytes",
+            )
             resources.callback(placed.close)
             address += nbytes
         self._open(reservation.address, total, writable, failing)
@@ -309,7 +374,11 @@ class Gpu:
         flags = self._driver.api.CUmemAccess_flags
         access = self._driver.api.CUmemAccessDesc()
         access.location = self._properties.location
-        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        access.flags = (
+            flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if writable
+            else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
         self._driver.call("cuMemSetAccess", address, nbytes, [access], 1, failing=failing)
 
     def _allocation_properties(self) -> Any:
@@ -319,7 +388,9 @@ class Gpu:
         properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = self._number
         # An allocation can only be exported as what it was created for.
-        properties.requestedHandleTypes = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        properties.requestedHandleTypes = (
+            api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
         return properties
 
     def _checked_version(self, failing: str) -> str:
@@ -334,7 +405,9 @@ class Gpu:
     def _check_abilities(self, failing: str) -> None:
         for ability in _NEEDED_ABILITIES:
             attribute = getattr(self._driver.api.CUdevice_attribute, ability)
-            if not self._driver.call("cuDeviceGetAttribute", attribute, self._number, failing=failing):
+            if not self._driver.call(
+                "cuDeviceGetAttribute", attribute, self._number, failing=failing
+            ):
                 raise SegmentError(
                     f"{failing}: it lacks {ability}, so its memory cannot be shared: let engines there load from disk"
                 )
@@ -352,18 +425,25 @@ def _bindings() -> Any:
 def _find(driver: Driver, device: str) -> tuple[int, int]:
     """(ordinal, driver's number) of the device in this process, where CUDA_VISIBLE_DEVICES may have renumbered some.
 
-    Only the digits are compared: CUDA gives a MIG device's UUID and a GPU's in the same form. Raises DeviceError.
+    Only the digits are compared: CUDA gives a MIG device's UUID and a GPU's in the same form.
+    Raises DeviceError.
     """
     failing = f"cannot find {device}"
     # CUDA 13's bindings call version 2, which knows MIG devices, by the plain name.
-    get_uuid = "cuDeviceGetUuid_v2" if hasattr(driver.api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    get_uuid = (
+        "cuDeviceGetUuid_v2" if hasattr(driver.api, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    )
     visible: list[str] = []
     for ordinal in range(driver.call("cuDeviceGetCount", failing=failing)):
         number = int(driver.call("cuDeviceGet", ordinal, failing=failing))
         digits = str(uuid.UUID(bytes=bytes(driver.call(get_uuid, number, failing=failing).bytes)))
         if device.partition("-")[2] == digits:
             return ordinal, number
-        name = driver.call("cuDeviceGetName", _NAME_NBYTES, number, failing=failing).split(b"\0")[0].decode()
+        name = (
+            driver.call("cuDeviceGetName", _NAME_NBYTES, number, failing=failing)
+            .split(b"\0")[0]
+            .decode()
+        )
         visible.append(f"{'MIG' if ' MIG ' in name else 'GPU'}-{digits} ({name})")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     raise DeviceError(

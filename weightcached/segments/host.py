@@ -1,8 +1,9 @@
 """Segments in host memory: memfds, sealed against write, grow and shrink before they are published.
 
-Engines map them MAP_PRIVATE: reads share the pages with everybody, and what an engine's own post-processing writes
-goes to private pages of that process alone. A read-only mapping would kill the engine there with SIGSEGV, since the
-stage on host memory is `loaded`. The seal is what keeps the shared pages unchanged, whatever a process maps.
+Engines map them MAP_PRIVATE: reads share the pages with everybody, and what an engine's own
+post-processing writes goes to private pages of that process alone. A read-only mapping would kill
+the engine there with SIGSEGV, since the stage on host memory is `loaded`. The seal is what keeps
+the shared pages unchanged, whatever a process maps.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_seal
 if TYPE_CHECKING:
     import torch
 
-# Not in Python's mmap module. Without it each private mapping of the weights would count as a promise of
-# that much memory where vm.overcommit_memory=2.
+# Not in Python's mmap module. Without it each private mapping of the weights would count as a
+# promise of that much memory where vm.overcommit_memory=2.
 _MAP_NORESERVE = 0x4000
 
 
@@ -31,10 +32,13 @@ class HostSegment:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._fd = OwnedFd(os.memfd_create("weightcached-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        self._fd = OwnedFd(
+            os.memfd_create("weightcached-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        )
         self._map: mmap.mmap | None = None
         try:
-            # Allocates the pages now: a machine out of memory says ENOSPC or ENOMEM here instead of SIGBUS later.
+            # Allocates the pages now: a machine out of memory says ENOSPC or ENOMEM here instead of
+            # SIGBUS later.
             os.posix_fallocate(self._fd.fileno(), 0, nbytes)
             self._map = mmap.mmap(self._fd.fileno(), nbytes)
         except OSError as e:
@@ -53,21 +57,28 @@ class HostSegment:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def publish(self) -> OwnedFd:
-        """Unmap, seal and hand over the descriptor. Raises SegmentError while a tensor over the segment is left."""
+        """Unmap, seal and hand over the descriptor. Raises SegmentError while a tensor over the
+        segment is left.
+        """
         if self._map is None:
             raise SegmentError("the host segment is published or closed already")
-        # Dropped, not closed: a tensor holds the mapping, but no buffer export that would keep close() from unmapping
-        # it under the tensor. The kernel refuses the seal while the pages are mapped for writing.
+        # Dropped, not closed: a tensor holds the mapping, but no buffer export that would keep
+        # close() from unmapping it under the tensor. The kernel refuses the seal while the pages
+        # are mapped for writing.
         self._map = None
         try:
             fcntl.fcntl(self._fd.fileno(), fcntl.F_ADD_SEALS, READ_ONLY_SEALS)
         except OSError as e:
             self._map = mmap.mmap(self._fd.fileno(), self.nbytes)
-            raise SegmentError("a tensor over the host segment is still alive: it could change sealed bytes") from e
+            raise SegmentError(
+                "a tensor over the host segment is still alive: it could change sealed bytes"
+            ) from e
         return OwnedFd(self._fd.take())
 
     def close(self) -> None:
-        """Give up an unpublished segment. A tensor left over it keeps its pages until it is gone."""
+        """Give up an unpublished segment. A tensor left over it keeps its pages until it is
+        gone.
+        """
         # Dropped, not closed: closing would unmap it under a tensor; so it ends with its last user.
         self._map = None
         self._fd.close()
@@ -105,7 +116,9 @@ class HostMapping:
 
     def read(self, segment: int, offset_bytes: int, nbytes: int) -> memoryview:
         """The mapped pages themselves."""
-        return memoryview(self._at(segment, offset_bytes, nbytes))[offset_bytes : offset_bytes + nbytes]
+        return memoryview(self._at(segment, offset_bytes, nbytes))[
+            offset_bytes : offset_bytes + nbytes
+        ]
 
     def private_copy(self, segment: int) -> HostCopy:
         """A writable copy of one segment in anonymous memory."""
@@ -117,9 +130,13 @@ class HostMapping:
 
     def _at(self, segment: int, offset_bytes: int, nbytes: int) -> mmap.mmap:
         if not self._maps:
-            raise SegmentError("the mapping of host segments is closed: take its tensors before close()")
+            raise SegmentError(
+                "the mapping of host segments is closed: take its tensors before close()"
+            )
         if not 0 <= segment < len(self._maps):
-            raise SegmentError(f"segment {segment} is not one of the {len(self._maps)} that are mapped")
+            raise SegmentError(
+                f"segment {segment} is not one of the {len(self._maps)} that are mapped"
+            )
         mapped = self._maps[segment]
         if not 0 <= offset_bytes <= offset_bytes + nbytes <= len(mapped):
             raise SegmentError(
@@ -142,7 +159,9 @@ class HostBackend:
 
     def create(self, nbytes: int) -> HostSegment:
         if nbytes <= 0 or nbytes % mmap.PAGESIZE:
-            raise SegmentError(f"a host segment of {nbytes} bytes: a positive multiple of {mmap.PAGESIZE} is required")
+            raise SegmentError(
+                f"a host segment of {nbytes} bytes: a positive multiple of {mmap.PAGESIZE} is required"
+            )
         return HostSegment(nbytes)
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> HostMapping:
@@ -168,11 +187,18 @@ class HostBackend:
 
 def _map_private(number: int, fd: int, nbytes: int) -> mmap.mmap:
     if not is_sealed(fd):
-        raise SegmentError(f"segment {number} is not a sealed memfd: its bytes could change under an engine")
+        raise SegmentError(
+            f"segment {number} is not a sealed memfd: its bytes could change under an engine"
+        )
     held = os.fstat(fd).st_size
     if held != nbytes:
         raise SegmentError(f"segment {number} holds {held} bytes, its index says {nbytes}")
     try:
-        return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(
+            fd,
+            nbytes,
+            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
     except OSError as e:
         raise SegmentError(f"segment {number} of {nbytes} bytes does not map: {e.strerror}") from e

@@ -32,7 +32,9 @@ class Placement(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Segments in mapping order (the private one last) and one placement per storage, in the order given."""
+    """Segments in mapping order (the private one last) and one placement per storage, in the order
+    given.
+    """
 
     segments: list[SegmentPlan]
     placements: list[Placement]
@@ -43,12 +45,15 @@ def align_up(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def plan_segments(storages: Sequence[StorageSpec], *, granularity: int, segment_nbytes: int = SEGMENT_NBYTES) -> Layout:
+def plan_segments(
+    storages: Sequence[StorageSpec], *, granularity: int, segment_nbytes: int = SEGMENT_NBYTES
+) -> Layout:
     """Place storages into segments, keeping their order.
 
-    Shared segments hold at most about `segment_nbytes`; a larger storage gets a segment of its own. Small and
-    mutable storages share the one private segment. Sizes are rounded up to `granularity`. Nothing straddles
-    segments. Raises LayoutError for a storage of 0 bytes and for sizes that are no multiples.
+    Shared segments hold at most about `segment_nbytes`; a larger storage gets a segment of its own.
+    Small and mutable storages share the one private segment. Sizes are rounded up to `granularity`.
+    Nothing straddles segments. Raises LayoutError for a storage of 0 bytes and for sizes that are
+    no multiples.
     """
     if segment_nbytes % granularity or granularity % ALIGN_BYTES:
         raise LayoutError(
@@ -59,7 +64,9 @@ def plan_segments(storages: Sequence[StorageSpec], *, granularity: int, segment_
     placed: list[tuple[bool, int, int]] = []
     for number, storage in enumerate(storages):
         if storage.nbytes <= 0:
-            raise LayoutError(f"storage {number} has {storage.nbytes} bytes: only storages with content are placed")
+            raise LayoutError(
+                f"storage {number} has {storage.nbytes} bytes: only storages with content are placed"
+            )
         padded = align_up(storage.nbytes, ALIGN_BYTES)
         if storage.mutable or storage.nbytes < SMALL_NBYTES:
             placed.append((True, 0, private_used))
@@ -72,5 +79,8 @@ def plan_segments(storages: Sequence[StorageSpec], *, granularity: int, segment_
     segments = [SegmentPlan(align_up(used, granularity), private=False) for used in shared]
     if private_used:
         segments.append(SegmentPlan(align_up(private_used, granularity), private=True))
-    placements = [Placement(len(shared) if private else segment, offset) for private, segment, offset in placed]
+    placements = [
+        Placement(len(shared) if private else segment, offset)
+        for private, segment, offset in placed
+    ]
     return Layout(segments, placements)

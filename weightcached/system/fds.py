@@ -11,7 +11,9 @@ from typing import Self
 
 
 class OwnedFd:
-    """One descriptor and the duty to close it. `close()` may be called twice; `take()` passes the duty on."""
+    """One descriptor and the duty to close it. `close()` may be called twice; `take()` passes the
+    duty on.
+    """
 
     __slots__ = ("_fd",)
 
@@ -46,7 +48,9 @@ class OwnedFd:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -79,7 +83,8 @@ def sealed_memfd(name: str, data: bytes) -> OwnedFd:
 
 def is_sealed(fd: int) -> bool:
     """Whether the descriptor is a memfd sealed against write, grow and shrink."""
-    # Before any other question: of a descriptor from a file system that hangs, fstat() would hang, too.
+    # Before any other question: of a descriptor from a file system that hangs, fstat() would hang,
+    # too.
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & READ_ONLY_SEALS == READ_ONLY_SEALS
     except OSError:
@@ -88,7 +93,9 @@ def is_sealed(fd: int) -> bool:
 
 
 def sealed_nbytes(fd: int, *, max_nbytes: int) -> int:
-    """The size of a sealed memfd that can be read. Raises ValueError for anything else or anything larger."""
+    """The size of a sealed memfd that can be read. Raises ValueError for anything else or anything
+    larger.
+    """
     if not is_sealed(fd):
         raise ValueError("the descriptor is not a memfd sealed against change")
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
@@ -100,5 +107,7 @@ def sealed_nbytes(fd: int, *, max_nbytes: int) -> int:
 
 
 def read_sealed(fd: int, *, max_nbytes: int) -> bytes:
-    """The whole content of a sealed memfd, from offset 0. Raises ValueError for anything else or anything larger."""
+    """The whole content of a sealed memfd, from offset 0. Raises ValueError for anything else or
+    anything larger.
+    """
     return os.pread(fd, sealed_nbytes(fd, max_nbytes=max_nbytes), 0)

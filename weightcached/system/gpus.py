@@ -1,7 +1,9 @@
-"""Which GPUs this machine has, and who uses their memory, asked without torch and without a CUDA context.
+"""Which GPUs this machine has, and who uses their memory, asked without torch and without a CUDA
+context.
 
-NVML answers through nvidia-ml-py (module pynvml) where that is installed, the nvidia-smi command where not. A
-machine with neither has no GPUs. Opening a device for segments is segments/cuda.py's duty.
+NVML answers through nvidia-ml-py (module pynvml) where that is installed, the nvidia-smi command
+where not. A machine with neither has no GPUs. Opening a device for segments is segments/cuda.py's
+duty.
 """
 
 from __future__ import annotations
@@ -20,17 +22,22 @@ from weightcached.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
-# A healthy nvidia-smi without persistence mode needs up to some seconds; a sick GPU can block it for ever.
+# A healthy nvidia-smi without persistence mode needs up to some seconds; a sick GPU can block it
+# for ever.
 SMI_TIMEOUT_S = 30
 MIB = 1 << 20
 _PROC_VERSION = Path("/proc/driver/nvidia/version")
 _PROC_VERSION_LINE = re.compile(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", re.MULTILINE)
 _SMI_GPU_LINE = re.compile(r"GPU \d+: (?P<name>.+) \(UUID: (?P<uuid>GPU-[0-9a-f-]+)\)")
-_SMI_MIG_LINE = re.compile(r"\s+(?P<name>MIG \S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[0-9a-f-]+)\)")
+_SMI_MIG_LINE = re.compile(
+    r"\s+(?P<name>MIG \S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[0-9a-f-]+)\)"
+)
 
 
 class GpuInfo(NamedTuple):
-    """One device that CUDA can use. total_bytes is 0 where unknown; `parent` is a MIG device's physical GPU."""
+    """One device that CUDA can use. total_bytes is 0 where unknown; `parent` is a MIG device's
+    physical GPU.
+    """
 
     uuid: str
     name: str
@@ -54,14 +61,19 @@ def list_gpus() -> list[GpuInfo]:
 
 
 def check_present(uuid: str) -> None:
-    """Raises DeviceError where this machine has GPUs and `uuid` is none of them; silent where nobody can tell."""
+    """Raises DeviceError where this machine has GPUs and `uuid` is none of them; silent where
+    nobody can tell.
+    """
     gpus = list_gpus()
     if gpus and uuid not in [gpu.uuid for gpu in gpus]:
-        raise DeviceError(f"no device {uuid} here: {_visible(gpus)}; correct the manifest and the name of the unit")
+        raise DeviceError(
+            f"no device {uuid} here: {_visible(gpus)}; correct the manifest and the name of the unit"
+        )
 
 
 def visible_gpus(gpus: Sequence[GpuInfo], visible: str | None) -> list[str]:
-    """UUIDs of the devices that CUDA shows to a process with this CUDA_VISIBLE_DEVICES, in its order; None is unset.
+    """UUIDs of the devices that CUDA shows to a process with this CUDA_VISIBLE_DEVICES, in its
+    order; None is unset.
 
     Numbers count `gpus`, in PCI order. Raises DeviceError for an entry that CUDA would stop at.
     """
@@ -72,7 +84,9 @@ def visible_gpus(gpus: Sequence[GpuInfo], visible: str | None) -> list[str]:
     for entry in (text.strip() for text in visible.split(",")):
         # CUDA takes any beginning of a UUID that only one device has.
         matching = (
-            uuids[int(entry) : int(entry) + 1] if entry.isdecimal() else [u for u in uuids if u.startswith(entry)]
+            uuids[int(entry) : int(entry) + 1]
+            if entry.isdecimal()
+            else [u for u in uuids if u.startswith(entry)]
         )
         if not entry or len(matching) != 1 or matching[0] in found:
             raise DeviceError(
@@ -94,7 +108,8 @@ def free_and_total_bytes(uuid: str) -> tuple[int, int]:
 def holders(uuid: str) -> list[Holder]:
     """Processes with memory on the device, largest first; empty also where nobody can tell.
 
-    Memory that only descriptors hold, such as a daemon's segments, belongs to no process and is not in the list.
+    Memory that only descriptors hold, such as a daemon's segments, belongs to no process and is not
+    in the list.
     """
     with _source() as source:
         found = source.processes(uuid) if source else []
@@ -123,13 +138,19 @@ def kernel_driver_version() -> str:
 
 
 def driver_name(version: str) -> str:
-    """How an index names the kernel driver that keeps its segments alive: they do not outlive a change of it."""
+    """How an index names the kernel driver that keeps its segments alive: they do not outlive a
+    change of it.
+    """
     return f"nvidia {version}"
 
 
 def _visible(gpus: Sequence[GpuInfo] | None = None) -> str:
     uuids = ", ".join(gpu.uuid for gpu in (list_gpus() if gpus is None else gpus))
-    return f"this machine has {uuids}" if uuids else "neither nvidia-ml-py nor nvidia-smi reports a GPU"
+    return (
+        f"this machine has {uuids}"
+        if uuids
+        else "neither nvidia-ml-py nor nvidia-smi reports a GPU"
+    )
 
 
 class _Nvml:
@@ -180,7 +201,9 @@ class _Nvml:
         for index in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             # Indices without a MIG device are normal: they count places, not devices.
             with contextlib.suppress(self._nvml.NVMLError):
-                yield self._info(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index), parent=gpu.uuid)
+                yield self._info(
+                    self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index), parent=gpu.uuid
+                )
 
     def _mig_enabled(self, handle: Any) -> bool:
         with contextlib.suppress(self._nvml.NVMLError):
@@ -201,7 +224,11 @@ class _Smi:
     """The nvidia-smi command. It tells the memory of whole GPUs only."""
 
     def gpus(self) -> list[GpuInfo]:
-        totals = {uuid: int(total) * MIB for uuid, total in self._query("gpu", "uuid,memory.total") if total.isdigit()}
+        totals = {
+            uuid: int(total) * MIB
+            for uuid, total in self._query("gpu", "uuid,memory.total")
+            if total.isdigit()
+        }
         found: list[GpuInfo] = []
         gpu: GpuInfo | None = None
         for line in self._run("-L").splitlines():
@@ -209,7 +236,11 @@ class _Smi:
                 gpu = GpuInfo(match["uuid"], match["name"], totals.get(match["uuid"], 0))
                 found.append(gpu)
             elif gpu and (match := _SMI_MIG_LINE.match(line)):
-                found.append(GpuInfo(match["uuid"], f"{gpu.name} {match['name']}", 0, mig=True, parent=gpu.uuid))
+                found.append(
+                    GpuInfo(
+                        match["uuid"], f"{gpu.name} {match['name']}", 0, mig=True, parent=gpu.uuid
+                    )
+                )
         parents = {info.parent for info in found}
         return [info for info in found if info.uuid not in parents]
 
@@ -237,7 +268,9 @@ class _Smi:
         return next((row[0] for row in self._query("gpu", "driver_version")), "")
 
     def _query(self, what: str, fields: str) -> list[list[str]]:
-        """One list per output row, with as many values as `fields` names; rows of any other form are left out."""
+        """One list per output row, with as many values as `fields` names; rows of any other form
+        are left out.
+        """
         width = fields.count(",") + 1
         text = self._run(f"--query-{what}={fields}", "--format=csv,noheader,nounits")
         rows = [line.split(", ", width - 1) for line in text.splitlines()]
@@ -247,7 +280,11 @@ class _Smi:
     def _run(*arguments: str) -> str:
         try:
             done = subprocess.run(
-                ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+                ["nvidia-smi", *arguments],
+                capture_output=True,
+                text=True,
+                timeout=SMI_TIMEOUT_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as e:
             log.warning("nvidia-smi %s gave no answer: %s", " ".join(arguments), e)
@@ -255,7 +292,9 @@ class _Smi:
         if done.returncode:
             # It reports its faults, e.g. a kernel module that does not fit, on standard output.
             text = " ".join((done.stderr or done.stdout).split())
-            log.warning("nvidia-smi %s ended with status %d: %s", " ".join(arguments), done.returncode, text)
+            log.warning(
+                "nvidia-smi %s ended with status %d: %s", " ".join(arguments), done.returncode, text
+            )
             return ""
         return done.stdout
 

@@ -17,10 +17,14 @@ _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("'"): "\\'"}
 
 
 def output(*command: str) -> str | None:
-    """What a command prints, whatever its exit status; None where it is missing, silent or hangs."""
+    """What a command prints, whatever its exit status; None where it is missing, silent or
+    hangs.
+    """
     try:
         env = session_environment()
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
@@ -37,7 +41,8 @@ def units_that_are(state: str) -> Iterator[tuple[str, str]]:
 def lingers(uid: int) -> bool:
     """Whether logind keeps a user manager for `uid` without a login.
 
-    loginctl knows a user only while he is logged in or lingers; logind keeps the setting in a file of his name.
+    loginctl knows a user only while he is logged in or lingers; logind keeps the setting in a file
+    of his name.
     """
     try:
         name = pwd.getpwuid(uid).pw_name
@@ -47,14 +52,19 @@ def lingers(uid: int) -> bool:
 
 
 def _escaped(name: str) -> str:
-    """As systemd's cescape() writes it: names from a directory service may hold backslashes, spaces or umlauts."""
+    """As systemd's cescape() writes it: names from a directory service may hold backslashes, spaces
+    or umlauts.
+    """
     return "".join(
-        _ESCAPES.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}") for byte in os.fsencode(name)
+        _ESCAPES.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}")
+        for byte in os.fsencode(name)
     )
 
 
 def is_full(directory: Path) -> bool:
-    """Whether no file can be made there for want of inodes. False where it cannot be told, or is not limited."""
+    """Whether no file can be made there for want of inodes. False where it cannot be told, or is
+    not limited.
+    """
     try:
         info = os.statvfs(directory)
     except OSError:

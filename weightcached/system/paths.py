@@ -1,4 +1,5 @@
-"""Runtime directory, sockets, locks and the manifest: where they are and which owner and mode they must have.
+"""Runtime directory, sockets, locks and the manifest: where they are and which owner and mode they
+must have.
 
     $XDG_RUNTIME_DIR/weightcached/          0700, owned by the user, no symlink
         <DEVICE>.sock                       0600, bound by the daemon that holds the lock
@@ -14,7 +15,12 @@ import re
 import stat
 from pathlib import Path
 
-from weightcached.errors import DeviceError, ManifestError, RuntimePathError, WeightCacheUnavailableError
+from weightcached.errors import (
+    DeviceError,
+    ManifestError,
+    RuntimePathError,
+    WeightCacheUnavailableError,
+)
 
 # sun_path holds 108 bytes with the terminating zero (unix(7)).
 SOCKET_PATH_MAX_BYTES = 107
@@ -23,7 +29,9 @@ _DEVICE = re.compile(rf"(GPU-{_UUID}|MIG-{_UUID}|cpu(0|[1-9][0-9]{{0,2}}))")
 
 
 def check_device(device: str) -> str:
-    """Return `device` if it is a well-formed name: GPU-<uuid>, MIG-<uuid> or cpuN. Raises DeviceError."""
+    """Return `device` if it is a well-formed name: GPU-<uuid>, MIG-<uuid> or cpuN. Raises
+    DeviceError.
+    """
     if not _DEVICE.fullmatch(device):
         raise DeviceError(
             f"device {device!r} is none: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, "
@@ -38,10 +46,14 @@ def is_host_device(device: str) -> bool:
 
 
 def runtime_dir() -> Path:
-    """The default runtime directory; it may not exist. Raises RuntimePathError where none can be named."""
+    """The default runtime directory; it may not exist. Raises RuntimePathError where none can be
+    named.
+    """
     base = _session_dir()
     if not Path(base).is_absolute():
-        raise RuntimePathError(f"XDG_RUNTIME_DIR is {base!r}: it must be an absolute path, as systemd sets it")
+        raise RuntimePathError(
+            f"XDG_RUNTIME_DIR is {base!r}: it must be an absolute path, as systemd sets it"
+        )
     if not Path(base).is_dir():
         raise RuntimePathError(
             f"the runtime directory {base} does not exist: log in through a session that systemd-logind opens, "
@@ -63,11 +75,15 @@ def _session_dir() -> str:
 
 
 def create_runtime_dir(directory: Path) -> None:
-    """Make the directory with mode 0700, or check the one that is there. Raises RuntimePathError."""
+    """Make the directory with mode 0700, or check the one that is there. Raises
+    RuntimePathError.
+    """
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
     except OSError as e:
-        raise RuntimePathError(f"cannot create the runtime directory {directory}: {e.strerror}") from e
+        raise RuntimePathError(
+            f"cannot create the runtime directory {directory}: {e.strerror}"
+        ) from e
     check_private_dir(directory)
 
 
@@ -78,7 +94,9 @@ def check_private_dir(directory: Path) -> None:
     except OSError as e:
         raise RuntimePathError(f"runtime directory {directory}: {e.strerror}") from e
     if stat.S_ISLNK(info.st_mode):
-        raise RuntimePathError(f"runtime directory {directory} is a symbolic link: a real directory is required")
+        raise RuntimePathError(
+            f"runtime directory {directory} is a symbolic link: a real directory is required"
+        )
     if not stat.S_ISDIR(info.st_mode):
         raise RuntimePathError(f"runtime directory {directory} is not a directory: move it away")
     if info.st_uid != os.getuid():
@@ -94,7 +112,9 @@ def check_private_dir(directory: Path) -> None:
 
 
 def socket_path(device: str, socket_dir: Path | None = None) -> Path:
-    """Where the daemon of `device` listens. Raises RuntimePathError when the path is too long for a socket."""
+    """Where the daemon of `device` listens. Raises RuntimePathError when the path is too long for a
+    socket.
+    """
     name = f"{check_device(device)}.sock"
     path = (socket_dir or runtime_dir()) / name
     nbytes = len(os.fsencode(path))
@@ -115,7 +135,8 @@ def lock_path(device: str, socket_dir: Path | None = None) -> Path:
 def check_socket(path: Path) -> None:
     """Require a socket of this user in a private directory, before connecting.
 
-    Raises WeightCacheUnavailableError where nothing listens, RuntimePathError where something else is there.
+    Raises WeightCacheUnavailableError where nothing listens, RuntimePathError where something else
+    is there.
     """
     absent = WeightCacheUnavailableError(
         f"no weightcached daemon listens on {path}: systemctl --user start weightcached@{path.stem}.service",
@@ -132,18 +153,27 @@ def check_socket(path: Path) -> None:
     if not stat.S_ISSOCK(info.st_mode):
         raise RuntimePathError(f"{path} is not a socket (symbolic links are refused): remove it")
     if info.st_uid != os.getuid():
-        raise RuntimePathError(f"socket {path} belongs to uid {info.st_uid}, expected {os.getuid()}: remove it")
+        raise RuntimePathError(
+            f"socket {path} belongs to uid {info.st_uid}, expected {os.getuid()}: remove it"
+        )
 
 
 def manifest_path(explicit: Path | None = None) -> Path:
-    """The manifest in force: the explicit one, the user's, or the machine's. Raises ManifestError if none exists."""
+    """The manifest in force: the explicit one, the user's, or the machine's. Raises ManifestError
+    if none exists.
+    """
     if explicit is not None:
         candidates = [explicit]
     else:
         config_home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-        candidates = [Path(config_home, "weightcached/manifest.yaml"), Path("/etc/weightcached/manifest.yaml")]
+        candidates = [
+            Path(config_home, "weightcached/manifest.yaml"),
+            Path("/etc/weightcached/manifest.yaml"),
+        ]
     for path in candidates:
         if path.is_file():
             return path
     looked = " or ".join(str(p) for p in candidates)
-    raise ManifestError(f"no model manifest at {looked}: 'weightcachectl install' writes an example to edit")
+    raise ManifestError(
+        f"no model manifest at {looked}: 'weightcachectl install' writes an example to edit"
+    )

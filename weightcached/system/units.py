@@ -1,7 +1,8 @@
-"""`weightcachectl install` and `uninstall`: the unit files and an example manifest in the user's configuration.
+"""`weightcachectl install` and `uninstall`: the unit files and an example manifest in the user's
+configuration.
 
-Every file written begins with a line that holds the digest of the rest. So a file that somebody has edited is
-recognised, by this and by every later version, and never overwritten or removed.
+Every file written begins with a line that holds the digest of the rest. So a file that somebody has
+edited is recognised, by this and by every later version, and never overwritten or removed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ MANIFEST = "manifest.yaml"
 # Where the commands stand in the unit file of the tree, as a distribution would install them.
 _PACKAGED_BIN = "/usr/bin"
 _COMMANDS = ("weightcached", "weightcachectl")
-_HEADER = re.compile(r"# Written by 'weightcachectl install', unchanged while sha256 is ([0-9a-f]{64})\n")
+_HEADER = re.compile(
+    r"# Written by 'weightcachectl install', unchanged while sha256 is ([0-9a-f]{64})\n"
+)
 
 Action = Literal["wrote", "unchanged", "updated", "kept", "removed", "absent"]
 
@@ -57,14 +60,20 @@ def destinations() -> dict[Path, str]:
 
 
 def install(*, bin_dir: Path | None = None) -> list[Outcome]:
-    """Write what is absent, update what nobody edited, keep the rest. Raises InstallError before writing anything."""
+    """Write what is absent, update what nobody edited, keep the rest. Raises InstallError before
+    writing anything.
+    """
     commands = bin_dir or commands_dir()
     contents = {path: _stamped(_content(name, commands)) for path, name in destinations().items()}
-    return [_each(path, lambda path: Outcome(path, _write(path, contents[path]))) for path in contents]
+    return [
+        _each(path, lambda path: Outcome(path, _write(path, contents[path]))) for path in contents
+    ]
 
 
 def commands_dir() -> Path:
-    """Where this environment's commands are: beside the running one, or where the interpreter puts scripts."""
+    """Where this environment's commands are: beside the running one, or where the interpreter puts
+    scripts.
+    """
     # pip install --target and pipx put them elsewhere than sysconfig knows.
     running = Path(sys.argv[0])
     if running.name in _COMMANDS and running.is_file():
@@ -73,10 +82,14 @@ def commands_dir() -> Path:
 
 
 def uninstall() -> list[Outcome]:
-    """Remove the files that install() wrote and nobody edited, and what enabled them. Raises InstallError."""
+    """Remove the files that install() wrote and nobody edited, and what enabled them. Raises
+    InstallError.
+    """
     outcomes = [_each(path, lambda path: Outcome(path, _remove(path))) for path in destinations()]
     gone = {outcome.path for outcome in outcomes if outcome.action != "kept"}
-    links = [link for link in sorted(unit_dir().glob("*.wants/weightcached*")) if _leads_to(link) in gone]
+    links = [
+        link for link in sorted(unit_dir().glob("*.wants/weightcached*")) if _leads_to(link) in gone
+    ]
     return outcomes + [_each(link, lambda link: Outcome(link, _unlink(link))) for link in links]
 
 
@@ -87,7 +100,9 @@ def is_unmodified(text: str) -> bool:
 
 
 def source(name: str) -> Path:
-    """A unit file or the example manifest: inside the installed package, or at the top of a source tree."""
+    """A unit file or the example manifest: inside the installed package, or at the top of a source
+    tree.
+    """
     folder = "etc" if name == MANIFEST else "systemd"
     package = Path(__file__).parents[1]
     packaged = package / "data" / folder / name
@@ -114,13 +129,17 @@ def _quoted(command: Path) -> str:
     text = str(command)
     # systemd takes none of these in the path of an executable, however they are quoted.
     if not re.fullmatch(r"""[^\x00-\x1f\x7f$"'\\]+""", text):
-        raise InstallError(f"{text!r} cannot stand in a unit file: install under a path without $, quotes, backslashes")
+        raise InstallError(
+            f"{text!r} cannot stand in a unit file: install under a path without $, quotes, backslashes"
+        )
     text = text.replace("%", "%%")
     return f'"{text}"' if re.search(r"[\s;]", text) else text
 
 
 def _stamped(text: str) -> str:
-    return f"# Written by 'weightcachectl install', unchanged while sha256 is {_digest(text)}\n{text}"
+    return (
+        f"# Written by 'weightcachectl install', unchanged while sha256 is {_digest(text)}\n{text}"
+    )
 
 
 def _digest(text: str) -> str:
@@ -131,7 +150,9 @@ def _each(path: Path, action: Callable[[Path], Outcome]) -> Outcome:
     try:
         return action(path)
     except (OSError, UnicodeDecodeError) as e:
-        raise InstallError(f"{path}: {e.strerror if isinstance(e, OSError) else 'not UTF-8'}: move it away") from e
+        raise InstallError(
+            f"{path}: {e.strerror if isinstance(e, OSError) else 'not UTF-8'}: move it away"
+        ) from e
 
 
 def _write(path: Path, text: str) -> Action:
@@ -168,5 +189,7 @@ def _unlink(path: Path) -> Action:
 
 
 def _leads_to(link: Path) -> Path | None:
-    """Where `systemctl enable` pointed the link, which may be gone by now; None for anything else."""
+    """Where `systemctl enable` pointed the link, which may be gone by now; None for anything
+    else.
+    """
     return link.parent / link.readlink() if link.is_symlink() else None

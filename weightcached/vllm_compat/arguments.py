@@ -1,7 +1,8 @@
-"""vLLM's command line to engine arguments: a child of `weightcached preload`, run by the engine's interpreter.
+"""vLLM's command line to engine arguments: a child of `weightcached preload`, run by the engine's
+interpreter.
 
-Prints one JSON object with what was given, by Python names, for EngineArgs(**…). A fault is told in vLLM's own words
-on standard error, and ends the process with status 2.
+Prints one JSON object with what was given, by Python names, for EngineArgs(**…). A fault is told in
+vLLM's own words on standard error, and ends the process with status 2.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from weightcached.errors import EXIT_USAGE
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """The engine arguments that the command line gives; defaults are left out. Ends the process at a fault."""
+    """The engine arguments that the command line gives; defaults are left out. Ends the process at
+    a fault.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = FlexibleArgumentParser(prog="weightcached preload", usage="%(prog)s --model MODEL [engine arguments]")
+    parser = FlexibleArgumentParser(
+        prog="weightcached preload", usage="%(prog)s --model MODEL [engine arguments]"
+    )
     EngineArgs.add_cli_args(parser)
     for action in parser._actions:
-        # The loader child fills in vLLM's defaults; what was not said must not look as if it had been.
+        # The loader child fills in vLLM's defaults; what was not said must not look as if it had
+        # been.
         action.default = argparse.SUPPRESS
         if callable(action.type):
             action.type = _plain(action.type)
@@ -32,7 +38,9 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 
 def _plain(parsed: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parsed`, checked by vLLM, as what JSON can hold: configuration objects stay the JSON that they were made of."""
+    """`parsed`, checked by vLLM, as what JSON can hold: configuration objects stay the JSON that
+    they were made of.
+    """
 
     def check(text: str) -> Any:
         value = parsed(text)
@@ -59,7 +67,9 @@ def main() -> None:
     try:
         text = json.dumps(given)
     except TypeError as e:
-        sys.stderr.write(f"weightcached preload: error: an engine argument cannot be kept in a manifest: {e}\n")
+        sys.stderr.write(
+            f"weightcached preload: error: an engine argument cannot be kept in a manifest: {e}\n"
+        )
         raise SystemExit(EXIT_USAGE) from e
     answer.write(text)
     answer.close()

@@ -18,7 +18,9 @@ from torch import nn
 
 
 def stage_of_platform() -> str:
-    """`processed` on a GPU; `loaded` on CPU, where post-processing ends in opaque kernel handles. Empty elsewhere."""
+    """`processed` on a GPU; `loaded` on CPU, where post-processing ends in opaque kernel handles.
+    Empty elsewhere.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -27,9 +29,11 @@ def stage_of_platform() -> str:
 
 
 def device_of_worker(parallel_config: Any) -> str:
-    """The device name of this worker, as daemons are named: GPU-<uuid>, MIG-<uuid>, or cpuN by its place on this node.
+    """The device name of this worker, as daemons are named: GPU-<uuid>, MIG-<uuid>, or cpuN by its
+    place on this node.
 
-    Equal to the device of `weightcachectl plan` for the rank, where devices are listed from the first one on.
+    Equal to the device of `weightcachectl plan` for the rank, where devices are listed from the
+    first one on.
     """
     from vllm.distributed import get_world_group
     from vllm.platforms import current_platform
@@ -47,7 +51,8 @@ def gpu_of_worker() -> str:
 
 
 def place_on_node(parallel_config: Any, local_rank: int) -> int:
-    """This worker's place among all ranks of its node. `local_rank` counts within its data parallel replica.
+    """This worker's place among all ranks of its node. `local_rank` counts within its data parallel
+    replica.
 
     As a GPU worker counts to choose its device; a CPU worker has none to choose.
     """
@@ -73,10 +78,12 @@ class Build:
 
 @contextmanager
 def isolated_build(vllm_config: Any, *, keep: bool) -> Iterator[Build]:
-    """Hide what an earlier build left in process-wide registries, and undo what this one leaves there.
+    """Hide what an earlier build left in process-wide registries, and undo what this one leaves
+    there.
 
-    With `keep`, which the block may still change, the new entries stay, unless the block raises: a following load
-    from disk must not find layers or rotary tables that are still on the meta device.
+    With `keep`, which the block may still change, the new entries stay, unless the block raises: a
+    following load from disk must not find layers or rotary tables that are still on the meta
+    device.
     """
     build = Build(keep)
     from vllm.model_executor.layers import rotary_embedding
@@ -84,14 +91,17 @@ def isolated_build(vllm_config: Any, *, keep: bool) -> Iterator[Build]:
     compilation = vllm_config.compilation_config
     registries = [rotary_embedding._ROPE_DICT, compilation.static_forward_context]
     lists = [getattr(compilation, "static_all_moe_layers", [])]
-    saved: list[tuple[Any, Any]] = [(registry, registry.copy()) for registry in (*registries, *lists)]
+    saved: list[tuple[Any, Any]] = [
+        (registry, registry.copy()) for registry in (*registries, *lists)
+    ]
     if not keep:
         for registry, _ in saved:
             registry.clear()
     # A compiled model registers itself there for good: nobody would ever free it, nor what it maps.
     dynamo = getattr(sys.modules.get("torch._dynamo.convert_frame"), "_bytecode_hooks", {})
     saved.append((dynamo, dynamo.copy()))
-    # A rotary table of an earlier model would be shared with this one, whose tensors are about to be replaced.
+    # A rotary table of an earlier model would be shared with this one, whose tensors are about to
+    # be replaced.
     rotary_embedding._ROPE_DICT.clear()
     restore = True
     try:
@@ -115,7 +125,8 @@ def build_on_meta(vllm_config: Any, model_config: Any, prefix: str = "") -> nn.M
 
 @contextmanager
 def _expert_maps_on_host() -> Iterator[None]:
-    # Layers read back which experts their rank holds while they are built, so that tensor needs values.
+    # Layers read back which experts their rank holds while they are built, so that tensor needs
+    # values.
     from vllm.model_executor.layers.fused_moe import expert_map_manager
 
     make = expert_map_manager.determine_expert_map
@@ -130,8 +141,9 @@ def _expert_maps_on_host() -> Iterator[None]:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """No garbage collection inside: a model is many objects, and looking through an engine's heap for each few
-    thousand of them costs more than building and binding it."""
+    """No garbage collection inside: a model is many objects, and looking through an engine's heap
+    for each few thousand of them costs more than building and binding it.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -144,8 +156,8 @@ def collection_paused() -> Iterator[None]:
 def freeze_heap() -> None:
     """Keep what is alive now out of later garbage collections, until the engine shuts down.
 
-    An engine collects all of its heap several times while it loads and profiles, about a third of a second each: ten
-    times what mapping the weights takes. vLLM freezes the same objects itself once it has started, and thaws them
-    when it ends.
+    An engine collects all of its heap several times while it loads and profiles, about a third of a
+    second each: ten times what mapping the weights takes. vLLM freezes the same objects itself once
+    it has started, and thaws them when it ends.
     """
     gc.freeze()

@@ -1,7 +1,7 @@
 """Draft models: which of them are cached, and the configuration with which vLLM builds one.
 
-Needs vLLM; the daemon, which has none, decides by weightcached/config/drafts.py. Like build.py, this is mended when
-vLLM changes.
+Needs vLLM; the daemon, which has none, decides by weightcached/config/drafts.py. Like build.py,
+this is mended when vLLM changes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ from weightcached.config.drafts import CACHED_METHODS
 
 
 def is_draft(vllm_config: Any, model_config: Any) -> bool:
-    """Whether `model_config` is the draft's. Methods without a model of their own have the target's there."""
+    """Whether `model_config` is the draft's. Methods without a model of their own have the target's
+    there.
+    """
     spec = vllm_config.speculative_config
-    return spec is not None and model_config is spec.draft_model_config and model_config is not spec.target_model_config
+    return (
+        spec is not None
+        and model_config is spec.draft_model_config
+        and model_config is not spec.target_model_config
+    )
 
 
 def method_of(vllm_config: Any) -> str | None:
     """The speculative method as vLLM resolved it; None without a draft model."""
     spec = vllm_config.speculative_config
-    return spec.method if spec is not None and is_draft(vllm_config, spec.draft_model_config) else None
+    return (
+        spec.method if spec is not None and is_draft(vllm_config, spec.draft_model_config) else None
+    )
 
 
 def is_cached(vllm_config: Any) -> bool:
@@ -29,14 +37,17 @@ def is_cached(vllm_config: Any) -> bool:
 
 
 def loads_here(vllm_config: Any) -> bool:
-    """Whether this rank loads a cached draft: those of the last pipeline stage do. Needs vLLM's process groups."""
+    """Whether this rank loads a cached draft: those of the last pipeline stage do. Needs vLLM's
+    process groups.
+    """
     from vllm.distributed import get_pp_group
 
     return is_cached(vllm_config) and bool(get_pp_group().is_last_rank)
 
 
 def draft_config(vllm_config: Any) -> Any:
-    """The VllmConfig with which an engine with this one builds its draft: the target's, with the draft's overrides.
+    """The VllmConfig with which an engine with this one builds its draft: the target's, with the
+    draft's overrides.
 
     How the draft is loaded is not in it: load_config_of().
     """
@@ -64,4 +75,6 @@ def message(vllm_config: Any) -> str:
         return ""
     if method not in CACHED_METHODS:
         return f"the draft of method {method} loads from disk: those of {', '.join(CACHED_METHODS)} are cached"
-    return f"the draft loads as its own draft_load_config says ({spec.draft_load_config.load_format})"
+    return (
+        f"the draft loads as its own draft_load_config says ({spec.draft_load_config.load_format})"
+    )

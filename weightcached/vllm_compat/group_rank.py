@@ -1,8 +1,9 @@
 """The loaders of one model's ranks in one world, for loaders that need their peers.
 
-The ranks meet at a store that rank 0 serves on the manifest's address. Before anything is built they hold their
-configurations against each other, afterwards their keys; every wait is bounded and says for whom. A rank that fails
-tells the others. Only for networks that may be trusted: as among an engine's ranks, nothing is authenticated.
+The ranks meet at a store that rank 0 serves on the manifest's address. Before anything is built
+they hold their configurations against each other, afterwards their keys; every wait is bounded and
+says for whom. A rank that fails tells the others. Only for networks that may be trusted: as among
+an engine's ranks, nothing is authenticated.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _OF_A_RANK = frozenset({"tp_rank", "pp_rank", "dp_rank", "ep_rank", "checkpoint"
 
 
 class Peers:
-    """All ranks of one cache at their meeting place. `waiting` is called now and then during each wait."""
+    """All ranks of one cache at their meeting place. `waiting` is called now and then during each
+    wait.
+    """
 
     def __init__(self, job: LoaderJob, meeting: Meeting, waiting: Callable[[], None]) -> None:
         layout = layout_of(job.engine)
@@ -72,11 +75,16 @@ class Peers:
 
         Raises LoadError that says for whom it waited, or which rank failed.
         """
-        deadline_s, self._deadline_s = self._deadline_s or time.monotonic() + self._meeting.timeout_s, 0.0
+        deadline_s, self._deadline_s = (
+            self._deadline_s or time.monotonic() + self._meeting.timeout_s,
+            0.0,
+        )
         with self._lost_is_said():
             self.store.set(f"{stage}/{self.rank}", said)
             missing = list(range(self.count))
-            while missing := [rank for rank in missing if not self.store.check([f"{stage}/{rank}"])]:
+            while missing := [
+                rank for rank in missing if not self.store.check([f"{stage}/{rank}"])
+            ]:
                 if self.store.check(["failed"]):
                     raise LoadError(f"{self._cache}: {self.store.get('failed').decode()}")
                 if time.monotonic() > deadline_s:
@@ -86,10 +94,17 @@ class Peers:
             return [self.store.get(f"{stage}/{rank}").decode() for rank in range(self.count)]
 
     def agree(self, stage: str, values: dict[str, Any]) -> None:
-        """Hold values by name against rank 0's. Raises ManifestError on every rank where any two differ."""
-        said = [json.loads(text) for text in self.meet(stage, json.dumps(values, sort_keys=True, default=str))]
+        """Hold values by name against rank 0's. Raises ManifestError on every rank where any two
+        differ.
+        """
+        said = [
+            json.loads(text)
+            for text in self.meet(stage, json.dumps(values, sort_keys=True, default=str))
+        ]
         for rank, theirs in enumerate(said):
-            names = sorted(name for name in said[0] | theirs if said[0].get(name) != theirs.get(name))
+            names = sorted(
+                name for name in said[0] | theirs if said[0].get(name) != theirs.get(name)
+            )
             if names:
                 differences = "; ".join(
                     f"{name} is {_short(theirs.get(name))}, on {self.name(0)} {_short(said[0].get(name))}"
@@ -101,7 +116,9 @@ class Peers:
                 )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, and give them a moment to hear it where the store ends with this process."""
+        """Tell the others, and give them a moment to hear it where the store ends with this
+        process.
+        """
         with suppress(RuntimeError):
             if not self.store.check(["failed"]):
                 self.store.set("failed", f"{self.name(self.rank)} failed: {error}"[:4000])
@@ -131,19 +148,25 @@ class Peers:
         family = socket.AF_INET6 if ":" in self._meeting.host else socket.AF_INET
         try:
             # On this address alone; the store by itself would listen on all.
-            listener = socket.create_server((self._meeting.host, self._meeting.port), family=family, backlog=128)
+            listener = socket.create_server(
+                (self._meeting.host, self._meeting.port), family=family, backlog=128
+            )
         except OSError as e:
             reason = e.strerror if isinstance(e, socket.gaierror) else os.strerror(e.errno or 0)
             raise LoadError(
                 f"{self._cache}: rank 0 cannot listen on {self._place}: {reason}; rendezvous in the manifest must name "
                 "an address of this node, and a port that nobody uses"
             ) from e
-        return self._store(master=True, listener=listener.detach(), timeout_s=self._meeting.timeout_s)
+        return self._store(
+            master=True, listener=listener.detach(), timeout_s=self._meeting.timeout_s
+        )
 
     def _connect(self) -> Any:
         while True:
             try:
-                socket.create_connection((self._meeting.host, self._meeting.port), timeout=_LEAVE_TIMEOUT_S).close()
+                socket.create_connection(
+                    (self._meeting.host, self._meeting.port), timeout=_LEAVE_TIMEOUT_S
+                ).close()
                 return self._store(master=False, listener=None, timeout_s=_LEAVE_TIMEOUT_S)
             except (OSError, RuntimeError) as e:
                 if time.monotonic() > self._deadline_s:
@@ -174,10 +197,13 @@ def comparable(key: WeightCacheKey) -> dict[str, Any]:
 
 
 @contextmanager
-def group_rank(vllm_config: Any, job: LoaderJob, meeting: Meeting, waiting: Callable[[], None]) -> Iterator[Peers]:
+def group_rank(
+    vllm_config: Any, job: LoaderJob, meeting: Meeting, waiting: Callable[[], None]
+) -> Iterator[Peers]:
     """vLLM's groups over real peers, for the time of the block.
 
-    Raises LoadError for a peer that does not come or fails, ManifestError for one that has another configuration.
+    Raises LoadError for a peer that does not come or fails, ManifestError for one that has another
+    configuration.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -199,7 +225,10 @@ def group_rank(vllm_config: Any, job: LoaderJob, meeting: Meeting, waiting: Call
                 timeout=timedelta(seconds=meeting.timeout_s),
             )
             parallel_state.set_custom_all_reduce(False)
-            with set_current_vllm_config(vllm_config), _quiet_groups(parallel_state, parallel.nnodes):
+            with (
+                set_current_vllm_config(vllm_config),
+                _quiet_groups(parallel_state, parallel.nnodes),
+            ):
                 parallel_state.init_distributed_environment(
                     parallel.world_size, job.rank, "tcp://127.0.0.1:1", 0, backend
                 )
@@ -225,7 +254,9 @@ def _replica(parallel: Any, job: LoaderJob) -> int:
 def _hello(job: LoaderJob) -> dict[str, Any]:
     import vllm
 
-    arguments = {f"engine.{name}": value for name, value in job.engine.items() if name not in _OF_A_NODE}
+    arguments = {
+        f"engine.{name}": value for name, value in job.engine.items() if name not in _OF_A_NODE
+    }
     return arguments | {
         "cache": job.cache,
         "weightcached": __version__,
@@ -235,7 +266,9 @@ def _hello(job: LoaderJob) -> dict[str, Any]:
 
 
 def _prefer_interface(meeting: Meeting) -> None:
-    """Peers are where the meeting place is; left alone, gloo takes the interface of this machine's name."""
+    """Peers are where the meeting place is; left alone, gloo takes the interface of this machine's
+    name.
+    """
     family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((meeting.host, meeting.port))
@@ -250,7 +283,9 @@ def _interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                reply = fcntl.ioctl(
+                    probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode())
+                )
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None
@@ -258,7 +293,9 @@ def _interface_of(address: str) -> str | None:
 
 @contextmanager
 def _quiet_groups(parallel_state: Any, nnodes: int) -> Iterator[None]:
-    """Without the queues over which an engine's ranks broadcast their work: shared memory that no loader needs."""
+    """Without the queues over which an engine's ranks broadcast their work: shared memory that no
+    loader needs.
+    """
     make = parallel_state.init_model_parallel_group
 
     def without_queue(*args: Any, **kwargs: Any) -> Any:

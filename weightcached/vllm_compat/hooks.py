@@ -1,8 +1,9 @@
 """vLLM's post-processing hooks: which a model has, and running each as its plan says.
 
-A hook is either that of a module's quantization method, or a module's own (attention layers, and the model itself).
-The plans are: `rerun`, after binding, in vLLM's already-processed mode; `replay`, before binding, on the meta device;
-`restore`, not at all. What hooks leave behind is bound and restored by model/bind.py, whatever the plan.
+A hook is either that of a module's quantization method, or a module's own (attention layers, and
+the model itself). The plans are: `rerun`, after binding, in vLLM's already-processed mode;
+`replay`, before binding, on the meta device; `restore`, not at all. What hooks leave behind is
+bound and restored by model/bind.py, whatever the plan.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _SUPPORTS = "supports_pre_processed_weights"
 
 
 class Hook(NamedTuple):
-    """One hook. `owner` has it: the module itself, or its quantization method. `supports_rerun` is what that says."""
+    """One hook. `owner` has it: the module itself, or its quantization method. `supports_rerun` is
+    what that says.
+    """
 
     module: str
     owner: Any
@@ -64,7 +67,9 @@ def hooks_of(model: nn.Module) -> list[Hook]:
         if isinstance(method, QuantizeMethodBase):
             found.append(Hook(name, method, module, bool(getattr(method, _SUPPORTS, True))))
     for name, module in model.named_modules():
-        if is_deferred_attention_layer(module) or (module is model and callable(getattr(module, _HOOK, None))):
+        if is_deferred_attention_layer(module) or (
+            module is model and callable(getattr(module, _HOOK, None))
+        ):
             found.append(Hook(name, module, module, supports_rerun=True))
     return found
 
@@ -78,13 +83,17 @@ class PostProcessing:
         self._stage = stage
 
     def first_plans(self, model: nn.Module) -> list[ModulePlan]:
-        """The plan to try first for each hook; none on `loaded` weights, where plans have no part."""
+        """The plan to try first for each hook; none on `loaded` weights, where plans have no
+        part.
+        """
         if self._stage != "processed":
             return []
         plans = []
         for hook in hooks_of(model):
             module, method = hook.key
-            plan, reason = ("rerun", "") if hook.supports_rerun else ("replay", "rerun: not offered")
+            plan, reason = (
+                ("rerun", "") if hook.supports_rerun else ("replay", "rerun: not offered")
+            )
             plans.append(ModulePlan(module=module, plan=plan, method=method, reason=reason))  # type: ignore[arg-type]
         return plans
 
@@ -111,7 +120,9 @@ class PostProcessing:
         else:
             hook.owner.process_weights_after_loading()
 
-    def after_binding(self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]) -> None:
+    def after_binding(
+        self, model: nn.Module, plans: Sequence[ModulePlan], shared: Collection[int]
+    ) -> None:
         """Run the hooks to `rerun`, or all of them on `loaded` weights.
 
         shared: addresses of the storages that a hook may not write into. Raises HooksFailedError.
@@ -125,7 +136,11 @@ class PostProcessing:
                 process_weights_after_loading(model, self._model_config, self._device)
                 return
             failures: list[HookFailure] = []
-            with weights_already_processed(), by_plan(_chosen(model, plans), failures), replay.WriteGuard(shared):
+            with (
+                weights_already_processed(),
+                by_plan(_chosen(model, plans), failures),
+                replay.WriteGuard(shared),
+            ):
                 process_weights_after_loading(model, self._model_config, self._device)
         if failures:
             raise HooksFailedError(failures)
@@ -139,7 +154,9 @@ def _chosen(model: nn.Module, plans: Sequence[ModulePlan]) -> list[tuple[Hook, P
         plan = by_key.get(hook.key)
         if plan is None:
             module, method = hook.key
-            raise UnsupportedQuantForIPCError(f"{module or '<root>'}: the index has no plan for the hook of {method}")
+            raise UnsupportedQuantForIPCError(
+                f"{module or '<root>'}: the index has no plan for the hook of {method}"
+            )
         chosen.append((hook, plan))
     return chosen
 
@@ -149,15 +166,18 @@ def _attempt(hook: Hook, call: Callable[[], Any], failures: list[HookFailure]) -
         call()
     except Exception as e:
         # Whatever it is; the next plan may do.
-        failures.append(HookFailure(hook.key, f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"))
+        failures.append(
+            HookFailure(hook.key, f"{type(e).__name__}: {' '.join(str(e).split())[:300]}")
+        )
 
 
 @contextmanager
 def by_plan(chosen: Sequence[tuple[Hook, PlanName]], failures: list[HookFailure]) -> Iterator[None]:
     """Let vLLM's own loop run over the hooks, and have only those run whose plan is `rerun`.
 
-    A method is asked whether it supports processed weights and then called; the answer and the call are ours while the
-    block lasts. Raises UnsupportedQuantForIPCError for a method that cannot be stood in for.
+    A method is asked whether it supports processed weights and then called; the answer and the call
+    are ours while the block lasts. Raises UnsupportedQuantForIPCError for a method that cannot be
+    stood in for.
     """
     by_owner: dict[int, list[tuple[Hook, PlanName]]] = {}
     for hook, plan in chosen:
@@ -175,7 +195,9 @@ def by_plan(chosen: Sequence[tuple[Hook, PlanName]], failures: list[HookFailure]
         yield
 
 
-def _runner(owner: Any, hooks: Sequence[tuple[Hook, PlanName]], failures: list[HookFailure]) -> Callable[..., None]:
+def _runner(
+    owner: Any, hooks: Sequence[tuple[Hook, PlanName]], failures: list[HookFailure]
+) -> Callable[..., None]:
     original = getattr(owner, _HOOK)
     by_layer = {id(hook.layer): (hook, plan) for hook, plan in hooks}
 
@@ -199,8 +221,11 @@ def _in_instance(owner: nn.Module, run: Callable[..., None], undo: ExitStack) ->
     attributes[_HOOK] = run
 
 
-def _in_class(hook: Hook, runs: dict[int, Callable[..., None]], stand_ins: dict[type, type], undo: ExitStack) -> None:
-    # Methods answer by class attribute, instance attribute or property. A property of a subclass precedes them all.
+def _in_class(
+    hook: Hook, runs: dict[int, Callable[..., None]], stand_ins: dict[type, type], undo: ExitStack
+) -> None:
+    # Methods answer by class attribute, instance attribute or property. A property of a subclass
+    # precedes them all.
     cls = type(hook.owner)
     if cls not in stand_ins:
         members = {
@@ -210,7 +235,9 @@ def _in_class(hook: Hook, runs: dict[int, Callable[..., None]], stand_ins: dict[
             _SUPPORTS: property(lambda owner: True),
             _HOOK: property(lambda owner: runs[id(owner)]),
         }
-        stand_ins[cls] = new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(members))
+        stand_ins[cls] = new_class(
+            cls.__name__, (cls,), {}, lambda namespace: namespace.update(members)
+        )
     try:
         object.__setattr__(hook.owner, "__class__", stand_ins[cls])
     except TypeError as e:

@@ -1,9 +1,11 @@
-"""The key of an engine's rank: everything in vLLM's configuration and environment that can change the weights' bytes.
+"""The key of an engine's rank: everything in vLLM's configuration and environment that can change
+the weights' bytes.
 
-One function makes both keys: the loader child calls it for the cache, the plug-in for the engine. What a
-configuration resolves to in classes, shapes and dtypes is not repeated here: the index carries a digest of the
-freshly built model (attach.skeleton_of) and the engine compares it before it maps anything. docs/identity.md has the
-table of which field guards which fault, and of what is left out on purpose.
+One function makes both keys: the loader child calls it for the cache, the plug-in for the engine.
+What a configuration resolves to in classes, shapes and dtypes is not repeated here: the index
+carries a digest of the freshly built model (attach.skeleton_of) and the engine compares it before
+it maps anything. docs/identity.md has the table of which field guards which fault, and of what is
+left out on purpose.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.index.key import ABSENT, WeightCacheKey
 from weightcached.vllm_compat.build import stage_of_platform
 
-# Variables of vLLM that choose a kernel, a layout or a value at load time, by what vLLM calls such things.
+# Variables of vLLM that choose a kernel, a layout or a value at load time, by what vLLM calls such
+# things.
 _LAYOUT_ENVIRONMENT = re.compile(
     r"VLLM_.*(GEMM|MOE|MARLIN|FP8|FP4|QUANT|KERNEL|MLA|FLASHINFER|CUTLASS|INT4|PREPACK|INVARIANT|PADDING|WEIGHT"
     r"|HUMMING|B12X|HPC_OPS|AGNOSTIC|AWQ|MATMUL_PRECISION|REPLICATE|SHARD_SP|ATTENTION)"
 )
-# Of those, what acts on activations, communication, scheduling or memory, or on platforms without a segment backend.
-# VLLM_PP_LAYER_PARTITION is a field of its own.
+# Of those, what acts on activations, communication, scheduling or memory, or on platforms without a
+# segment backend. VLLM_PP_LAYER_PARTITION is a field of its own.
 _HARMLESS_ENVIRONMENT = re.compile(
     r"VLLM_(ROCM|XPU|TPU)_|VLLM_.*(SAMPLER|ALLREDUCE|WARMUP|AUTOTUNE|CACHE_DIR|CACHE_ROOT|WORKSPACE|PIN_MEMORY|UVA"
     r"|THRESHOLD|SIMULATION|LOW_PRECISION_COMBINE|ATOMIC_ADD|MAX_TOKENS_PER_EXPERT|GROUPED_TOPK|SKIP_PADDING|DUAL_STREAM"
@@ -44,7 +47,8 @@ _LIBRARIES = {
     "compressed_tensors": "compressed-tensors", "bitsandbytes": "bitsandbytes", "transformers": "transformers",
     "gguf": "gguf",
 }  # fmt: skip
-# What a checkpoint's config.json says about generation, training and its own origin. No layer reads it.
+# What a checkpoint's config.json says about generation, training and its own origin. No layer reads
+# it.
 _HARMLESS_CONFIG = frozenset(
     {
         "_name_or_path", "name_or_path", "transformers_version", "eos_token_id", "bos_token_id", "use_cache",
@@ -56,13 +60,18 @@ _MAX_TEXT = 1_000
 
 
 def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheKey:
-    """The key of this process's rank. To be called before loading: post-processing may change the configuration.
+    """The key of this process's rank. To be called before loading: post-processing may change the
+    configuration.
 
     Needs vLLM's process groups. Raises CheckpointError where the checkpoint cannot be identified.
     """
     from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
 
-    load, parallel, cache = vllm_config.load_config, vllm_config.parallel_config, vllm_config.cache_config
+    load, parallel, cache = (
+        vllm_config.load_config,
+        vllm_config.parallel_config,
+        vllm_config.cache_config,
+    )
     tp, pp, dp = get_tp_group(), get_pp_group(), get_dp_group()
     ep_size, ep_rank = _expert_rank(parallel)
     hf_config = model_config.hf_config
@@ -87,7 +96,9 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
             ]
         ),
         kv_cache_dtype=str(cache.cache_dtype),
-        kv_cache_skip_layers=_bounded(",".join(sorted(set(getattr(cache, "kv_cache_dtype_skip_layers", [ABSENT]))))),
+        kv_cache_skip_layers=_bounded(
+            ",".join(sorted(set(getattr(cache, "kv_cache_dtype_skip_layers", [ABSENT]))))
+        ),
         stage=stage_of_platform() or ABSENT,
         tp_size=tp.world_size,
         tp_rank=tp.rank_in_group,
@@ -98,9 +109,15 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
         ep_size=ep_size,
         ep_rank=ep_rank,
         context_parallel=_attributes(
-            parallel, "prefill_context_parallel_size", "decode_context_parallel_size", "dcp_q_replicate", "enable_hc_sp"
+            parallel,
+            "prefill_context_parallel_size",
+            "decode_context_parallel_size",
+            "dcp_q_replicate",
+            "enable_hc_sp",
         ),
-        pp_layer_partition=os.environ.get("VLLM_PP_LAYER_PARTITION", ABSENT) if pp.world_size > 1 else ABSENT,
+        pp_layer_partition=os.environ.get("VLLM_PP_LAYER_PARTITION", ABSENT)
+        if pp.world_size > 1
+        else ABSENT,
         expert_placement=_expert_placement(parallel),
         multimodal_limits=_multimodal(getattr(model_config, "multimodal_config", None)),
         lora_layout=_lora(vllm_config.lora_config),
@@ -117,7 +134,8 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
 
 
 def layout_environment() -> dict[str, str]:
-    """The values in force of vLLM's variables that can change the bytes: by name, those unset with their defaults.
+    """The values in force of vLLM's variables that can change the bytes: by name, those unset with
+    their defaults.
 
     A variable that this vLLM does not list counts as it is set: models read some directly.
     """
@@ -125,12 +143,18 @@ def layout_environment() -> dict[str, str]:
 
     known = envs.environment_variables
     values = {name: str(read()) for name, read in known.items() if changes_layout(name)}
-    values |= {name: value for name, value in os.environ.items() if name not in known and changes_layout(name)}
+    values |= {
+        name: value
+        for name, value in os.environ.items()
+        if name not in known and changes_layout(name)
+    }
     return {name: _bounded(values[name]) for name in sorted(values)}
 
 
 def changes_layout(name: str) -> bool:
-    """Whether an environment variable of this name can change the bytes of loaded or post-processed weights."""
+    """Whether an environment variable of this name can change the bytes of loaded or post-processed
+    weights.
+    """
     return bool(_LAYOUT_ENVIRONMENT.match(name)) and not _HARMLESS_ENVIRONMENT.match(name)
 
 
@@ -149,21 +173,28 @@ def _expert_rank(parallel: Any) -> tuple[int, int]:
 
 
 def _expert_placement(parallel: Any) -> str:
-    # Which experts a rank holds, and in whose format they wait for their tokens, only matters where they are spread.
+    # Which experts a rank holds, and in whose format they wait for their tokens, only matters where
+    # they are spread.
     if not getattr(parallel, "enable_expert_parallel", False):
         return ABSENT
-    return _attributes(parallel, "expert_placement_strategy", "all2all_backend", "enable_eplb", "enable_elastic_ep")
+    return _attributes(
+        parallel, "expert_placement_strategy", "all2all_backend", "enable_eplb", "enable_elastic_ep"
+    )
 
 
 def _effective(config: Any) -> Any:
-    """The configuration without what no layer reads, at every depth: text, vision and draft parts included."""
+    """The configuration without what no layer reads, at every depth: text, vision and draft parts
+    included.
+    """
     if isinstance(config, dict):
         return {str(k): _effective(v) for k, v in config.items() if k not in _HARMLESS_CONFIG}
     return [_effective(v) for v in config] if isinstance(config, list | tuple) else config
 
 
 def _multimodal(config: Any) -> str:
-    """How the encoders are built. A limit counts only as zero or not: zero leaves the encoder out."""
+    """How the encoders are built. A limit counts only as zero or not: zero leaves the encoder
+    out.
+    """
     if config is None:
         return ABSENT
     limits = getattr(config, "limit_per_prompt", {})
@@ -181,8 +212,13 @@ def _multimodal(config: Any) -> str:
 
 
 def _lora(config: Any) -> str:
-    # Adapters wrap layers that are loaded already; what counts is which layers and kernels are chosen to be wrapped.
-    return ABSENT if config is None else f"enabled {_attributes(config, 'enable_tower_connector_lora')}"
+    # Adapters wrap layers that are loaded already; what counts is which layers and kernels are
+    # chosen to be wrapped.
+    return (
+        ABSENT
+        if config is None
+        else f"enabled {_attributes(config, 'enable_tower_connector_lora')}"
+    )
 
 
 def _speculative(config: Any) -> str:
@@ -200,8 +236,8 @@ def _speculative(config: Any) -> str:
 
 
 def _kernel_backends(vllm_config: Any) -> dict[str, str]:
-    # As asked for. What `auto` resolves to shows in the skeleton: it digests the class of every layer's method and
-    # kernel, and every backend that is an enum.
+    # As asked for. What `auto` resolves to shows in the skeleton: it digests the class of every
+    # layer's method and kernel, and every backend that is an enum.
     kernel = getattr(vllm_config, "kernel_config", None)
     names = ("moe_backend", "linear_backend", "linear_backend_per_quant")
     backends = {name: _text(getattr(kernel, name, ABSENT)) for name in names}
@@ -216,9 +252,13 @@ def _additional(vllm_config: Any) -> str:
 
 
 def _code_revision(model_config: Any, root: str) -> str:
-    """Revision and digest of the Python files beside the checkpoint, where its model may come from them."""
+    """Revision and digest of the Python files beside the checkpoint, where its model may come from
+    them.
+    """
     config = model_config.hf_config
-    if not (getattr(model_config, "trust_remote_code", False) and getattr(config, "auto_map", None)):
+    if not (
+        getattr(model_config, "trust_remote_code", False) and getattr(config, "auto_map", None)
+    ):
         return ABSENT
     digest = hashlib.sha256()
     for file in sorted(Path(root).glob("*.py")):
@@ -230,11 +270,16 @@ def _code_revision(model_config: Any, root: str) -> str:
 def _versions() -> dict[str, str]:
     import vllm
 
-    versions = {"vllm": vllm.__version__, "torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
+    versions = {
+        "vllm": vllm.__version__,
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+    }
     for module, library in _LIBRARIES.items():
         versions[library] = ABSENT
         with contextlib.suppress(metadata.PackageNotFoundError):
-            # A distribution that is not there is looked for in every directory of sys.path, which takes milliseconds.
+            # A distribution that is not there is looked for in every directory of sys.path, which
+            # takes milliseconds.
             if module in sys.modules or importlib.util.find_spec(module) is not None:
                 versions[library] = metadata.version(library)
     return versions

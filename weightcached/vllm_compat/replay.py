@@ -1,9 +1,11 @@
-"""Where a post-processing hook runs on tensors that have no memory, and where it may not write into shared ones.
+"""Where a post-processing hook runs on tensors that have no memory, and where it may not write into
+shared ones.
 
-on_meta() gives hooks the surroundings of the plan `replay`: what would go to a device goes to the meta device, custom
-operators take their fakes, a yes-or-no question about values is answered with no, and whatever needs a value or an
-address raises. So a hook does the same each time, in the proof and in every engine; whether that is what it did to the
-loaded weights, the proof says. WriteGuard is for the plan `rerun`. Which hook runs where is hooks.py's.
+on_meta() gives hooks the surroundings of the plan `replay`: what would go to a device goes to the
+meta device, custom operators take their fakes, a yes-or-no question about values is answered with
+no, and whatever needs a value or an address raises. So a hook does the same each time, in the proof
+and in every engine; whether that is what it did to the loaded weights, the proof says. WriteGuard
+is for the plan `rerun`. Which hook runs where is hooks.py's.
 """
 
 from __future__ import annotations
@@ -25,18 +27,31 @@ _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims"})
 _META = torch.device("meta")
 # Hooks ask these to warn of an odd checkpoint, and to skip what it does not need.
 _QUESTIONS = frozenset(
-    {torch.Tensor.__bool__, torch.Tensor.equal, torch.Tensor.allclose, torch.equal, torch.allclose, torch.is_nonzero}
+    {
+        torch.Tensor.__bool__,
+        torch.Tensor.equal,
+        torch.Tensor.allclose,
+        torch.equal,
+        torch.allclose,
+        torch.is_nonzero,
+    }
 )
 # The same, of a layer's scales: whether they are all one.
 _DISTINCT = frozenset({torch.unique, torch.Tensor.unique})
 # Tensors of the process that hooks move to the device of the weights: (module, object, attribute).
 _OF_THE_PROCESS = (
-    ("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils", "kE2M1ToFloat_handle", "val"),
+    (
+        "vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils",
+        "kE2M1ToFloat_handle",
+        "val",
+    ),
 )
 
 
 class NoMetaError(NotImplementedError):
-    """A hook needs what a tensor without memory cannot give: a value, an address, or an operator's result."""
+    """A hook needs what a tensor without memory cannot give: a value, an address, or an operator's
+    result.
+    """
 
 
 class SharedWriteError(RuntimeError):
@@ -45,7 +60,8 @@ class SharedWriteError(RuntimeError):
 
 @contextmanager
 def on_meta(device: torch.device) -> Iterator[None]:
-    """Run hooks on meta tensors. What they make on the host stays there and is real; `device` is the engine's.
+    """Run hooks on meta tensors. What they make on the host stays there and is real; `device` is
+    the engine's.
 
     Raises NoMetaError inside the block, or torch's own error, for what needs values.
     """
@@ -74,7 +90,9 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 
 @contextmanager
-def _moved_in_earnest(module: str, name: str, attribute: str, device: torch.device) -> Iterator[None]:
+def _moved_in_earnest(
+    module: str, name: str, attribute: str, device: torch.device
+) -> Iterator[None]:
     holder = getattr(sys.modules.get(module), name, None)
     before = getattr(holder, attribute, None)
     try:
@@ -90,10 +108,16 @@ def _no_triton(kernel: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Functions(TorchFunctionMode):  # type: ignore[misc]
-    """Devices as they are asked for, before torch looks for them, and what never reaches the dispatcher: addresses."""
+    """Devices as they are asked for, before torch looks for them, and what never reaches the
+    dispatcher: addresses.
+    """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.data_ptr and args[0].is_meta:
             raise NoMetaError("the address of a meta tensor was asked for")
@@ -120,7 +144,11 @@ def _is_device(value: Any) -> bool:
 
 class _Operators(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Also what C++ code makes on a device.
         kwargs = _device_is_meta(kwargs)
@@ -169,7 +197,11 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[misc]
         self._shared = shared
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
@@ -183,4 +215,6 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[misc]
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             for tensor in _tensors_in((value,), {}):
                 if not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._shared:
-                    raise SharedWriteError(f"the operator {func} writes into a tensor that engines share")
+                    raise SharedWriteError(
+                        f"the operator {func} writes into a tensor that engines share"
+                    )

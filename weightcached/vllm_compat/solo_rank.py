@@ -1,8 +1,10 @@
-"""One rank of a vLLM model, set up and loaded alone. All of vLLM's internals on the loader's side are here.
+"""One rank of a vLLM model, set up and loaded alone. All of vLLM's internals on the loader's side
+are here.
 
-A solo rank has stand-in process groups of torch's `fake` backend, made by vLLM's own layout code, so that layers see
-the sizes and ranks that they will have in the engine. A stand-in has no device communicator: a loader that really
-needs its peers fails by name instead of computing with what nobody sent.
+A solo rank has stand-in process groups of torch's `fake` backend, made by vLLM's own layout code,
+so that layers see the sizes and ranks that they will have in the engine. A stand-in has no device
+communicator: a loader that really needs its peers fails by name instead of computing with what
+nobody sent.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ ByteCounter = Callable[[int], None]
 
 
 def create_vllm_config(job: LoaderJob) -> Any:
-    """The VllmConfig that `vllm serve` has with these arguments. Raises ManifestError for an argument vLLM lacks."""
+    """The VllmConfig that `vllm serve` has with these arguments. Raises ManifestError for an
+    argument vLLM lacks.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.usage.usage_lib import UsageContext
@@ -36,21 +40,31 @@ def create_vllm_config(job: LoaderJob) -> Any:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ManifestError(f"{job.cache}: engine argument {name!r} is none of this vLLM's{hint}")
+            raise ManifestError(
+                f"{job.cache}: engine argument {name!r} is none of this vLLM's{hint}"
+            )
     load_general_plugins()
     try:
-        # `mp`, since vLLM would otherwise count the GPUs that this process sees: one, whatever the world's size.
+        # `mp`, since vLLM would otherwise count the GPUs that this process sees: one, whatever the
+        # world's size.
         defaults = {"skip_tokenizer_init": True, "distributed_executor_backend": "mp"}
-        # The defaults of a server, as most engines are: max_num_batched_tokens sizes what is tuned, and some tables.
-        config = EngineArgs(**(defaults | job.engine)).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        # The defaults of a server, as most engines are: max_num_batched_tokens sizes what is tuned,
+        # and some tables.
+        config = EngineArgs(**(defaults | job.engine)).create_engine_config(
+            UsageContext.OPENAI_API_SERVER
+        )
     except (ValueError, TypeError, OSError) as e:
-        raise ManifestError(f"{job.cache}: vLLM refuses the engine arguments: {' '.join(str(e).split())}") from e
+        raise ManifestError(
+            f"{job.cache}: vLLM refuses the engine arguments: {' '.join(str(e).split())}"
+        ) from e
     become_replica(config, job.dp_rank)
     return config
 
 
 def become_replica(vllm_config: Any, dp_rank: int) -> None:
-    """Make the configuration that of one data parallel replica, as the engine does when it starts its cores."""
+    """Make the configuration that of one data parallel replica, as the engine does when it starts
+    its cores.
+    """
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size == 1:
         return
@@ -100,8 +114,13 @@ def solo_rank(vllm_config: Any, rank: int) -> Iterator[None]:
         "fake", store=FakeStore(), rank=global_rank, world_size=parallel.world_size_across_dp
     )
     try:
-        with set_current_vllm_config(vllm_config), _stand_in_coordinators(parallel_state, parallel.nnodes):
-            parallel_state.init_distributed_environment(world_size, rank, "tcp://127.0.0.1:1", 0, "fake")
+        with (
+            set_current_vllm_config(vllm_config),
+            _stand_in_coordinators(parallel_state, parallel.nnodes),
+        ):
+            parallel_state.init_distributed_environment(
+                world_size, rank, "tcp://127.0.0.1:1", 0, "fake"
+            )
             parallel_state.ensure_model_parallel_initialized(
                 parallel.tensor_parallel_size,
                 parallel.pipeline_parallel_size,
@@ -127,7 +146,11 @@ def _stand_in_coordinators(parallel_state: Any, nnodes: int) -> Iterator[None]:
     @functools.wraps(make_coordinator)
     def without_communicator(*args: Any, **kwargs: Any) -> Any:
         # use_all2all would build buffers together with peers.
-        silent = {"use_message_queue_broadcaster": False, "use_device_communicator": False, "use_all2all": False}
+        silent = {
+            "use_message_queue_broadcaster": False,
+            "use_device_communicator": False,
+            "use_all2all": False,
+        }
         return make_coordinator(*args, **(kwargs | silent))
 
     with (
@@ -138,8 +161,11 @@ def _stand_in_coordinators(parallel_state: Any, nnodes: int) -> Iterator[None]:
         yield
 
 
-def load_for_stage(vllm_config: Any, model_config: Any, stage: str, count: ByteCounter) -> nn.Module:
-    """Load the model with vLLM's own loader for its load format; `processed` includes post-processing.
+def load_for_stage(
+    vllm_config: Any, model_config: Any, stage: str, count: ByteCounter
+) -> nn.Module:
+    """Load the model with vLLM's own loader for its load format; `processed` includes
+    post-processing.
 
     `count` is called with the bytes of each checkpoint tensor as the model takes it.
     """
@@ -176,13 +202,17 @@ def _count_weights(model: nn.Module, count: ByteCounter) -> nn.Module:
             count(getattr(tensor, "nbytes", 0))
             yield name, tensor
 
-    # In the instance's __dict__, where nn.Module keeps plain attributes; the caller takes it out again.
-    model.__dict__["load_weights"] = lambda weights, *args, **kwargs: load_weights(counting(weights), *args, **kwargs)
+    # In the instance's __dict__, where nn.Module keeps plain attributes; the caller takes it out
+    # again.
+    model.__dict__["load_weights"] = lambda weights, *args, **kwargs: load_weights(
+        counting(weights), *args, **kwargs
+    )
     return model
 
 
 def _init_workspace(vllm_config: Any) -> None:
-    # Attention backends may take workspace when they are constructed, as they do in an engine's worker.
+    # Attention backends may take workspace when they are constructed, as they do in an engine's
+    # worker.
     from vllm.v1.worker.workspace import init_workspace_manager
 
     init_workspace_manager(torch.device(vllm_config.device_config.device))

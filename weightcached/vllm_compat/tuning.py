@@ -1,8 +1,10 @@
-"""FlashInfer's autotuning before the first engine starts, so that it finds the result in vLLM's own cache.
+"""FlashInfer's autotuning before the first engine starts, so that it finds the result in vLLM's own
+cache.
 
-Runs on the generation as an engine has it, and only once that has been handed over: whatever becomes of the tuning, a
-crash included, the generation is served. vLLM's functions do the work, the loader only gives them a model runner; it
-has no KV cache and sees no request. How they name their cache, and by what they find it again, is theirs too.
+Runs on the generation as an engine has it, and only once that has been handed over: whatever
+becomes of the tuning, a crash included, the generation is served. vLLM's functions do the work, the
+loader only gives them a model runner; it has no KV cache and sees no request. How they name their
+cache, and by what they find it again, is theirs too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def run(
     role: str,
     begin: Callable[[], None],
 ) -> None:
-    """Tune where that is wanted; `begin` is called first then, and `attach` as in tune(). Raises nothing of vLLM's."""
+    """Tune where that is wanted; `begin` is called first then, and `attach` as in tune(). Raises
+    nothing of vLLM's.
+    """
     if is_wanted(vllm_config, role):
         begin()
         tune(vllm_config, model_config, device, attach)
@@ -36,8 +40,9 @@ def run(
 def is_wanted(vllm_config: Any, role: str) -> bool:
     """Whether the engine would tune when it starts, and this rank can do it alone.
 
-    Ranks that tune measure together, and an engine takes what it finds for all its ranks or for none; so of a model of
-    several ranks none is tuned here. With a draft the engine's own dummy run includes the drafter.
+    Ranks that tune measure together, and an engine takes what it finds for all its ranks or for
+    none; so of a model of several ranks none is tuned here. With a draft the engine's own dummy run
+    includes the drafter.
     """
     from vllm.platforms import current_platform
     from vllm.utils.flashinfer import has_flashinfer
@@ -52,8 +57,12 @@ def is_wanted(vllm_config: Any, role: str) -> bool:
     )
 
 
-def tune(vllm_config: Any, model_config: Any, device: torch.device, attach: Callable[[nn.Module], None]) -> bool:
-    """Tune, or say why not; whether it worked. `attach` binds the generation to a model on the meta device."""
+def tune(
+    vllm_config: Any, model_config: Any, device: torch.device, attach: Callable[[nn.Module], None]
+) -> bool:
+    """Tune, or say why not; whether it worked. `attach` binds the generation to a model on the meta
+    device.
+    """
     from weightcached.vllm_compat import build as engine
 
     try:
@@ -62,7 +71,9 @@ def tune(vllm_config: Any, model_config: Any, device: torch.device, attach: Call
             attach(model)
             _autotune(vllm_config, device, model.eval())
     except Exception as e:
-        log.warning("FlashInfer was not tuned, the first engine does it: %s: %s", type(e).__name__, e)
+        log.warning(
+            "FlashInfer was not tuned, the first engine does it: %s: %s", type(e).__name__, e
+        )
         return False
     log.info("FlashInfer is tuned")
     return True
@@ -80,7 +91,11 @@ def _autotune(vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         runner.load_model(model=model)
         second = bool(getattr(vllm_config, "use_v2_model_runner", False))
         # The second runner cannot run attention without a KV cache; older vLLM has neither.
-        options = {"skip_attn": second} if "skip_attn" in inspect.signature(flashinfer_autotune).parameters else {}
+        options = (
+            {"skip_attn": second}
+            if "skip_attn" in inspect.signature(flashinfer_autotune).parameters
+            else {}
+        )
         flashinfer_autotune(runner, **options)
 
 

@@ -1,4 +1,5 @@
-"""One blocking connection to a daemon, with a deadline on every step: for weightcachectl and the engine.
+"""One blocking connection to a daemon, with a deadline on every step: for weightcachectl and the
+engine.
 
 Checks whom it talks to before it says a word. Knows nothing of what the requests mean.
 """
@@ -16,7 +17,12 @@ from types import TracebackType
 from typing import Literal, Self
 
 from weightcached import errors
-from weightcached.errors import ProtocolError, RuntimePathError, WeightcachedError, WeightCacheUnavailableError
+from weightcached.errors import (
+    ProtocolError,
+    RuntimePathError,
+    WeightcachedError,
+    WeightCacheUnavailableError,
+)
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.paths import check_socket
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet, send_packet
@@ -39,16 +45,22 @@ _TIMEVAL = struct.Struct("ll")
 
 
 def error_of(refused: Refused) -> WeightcachedError:
-    """The error that a Refused stands for: the class with its code, or the base class for an unknown one."""
-    classes = {c.code: c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, WeightcachedError)}
+    """The error that a Refused stands for: the class with its code, or the base class for an
+    unknown one.
+    """
+    classes = {
+        c.code: c
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, WeightcachedError)
+    }
     return classes.get(refused.code, WeightcachedError)(refused.message, code=refused.code)
 
 
 class Connection:
     """A connection that was welcomed. Not for several threads at once.
 
-    `welcome` says who answered. After an error other than a missed deadline of receive() it is closed: what comes
-    next on it could not be told from the answer to an earlier request.
+    `welcome` says who answered. After an error other than a missed deadline of receive() it is
+    closed: what comes next on it could not be told from the answer to an earlier request.
     """
 
     def __init__(self, sock: socket.socket, path: Path, welcome: Welcome) -> None:
@@ -60,8 +72,9 @@ class Connection:
     def connect(cls, path: Path, *, timeout_s: float, purpose: Purpose, software: str = "") -> Self:
         """Connect to the daemon's socket at `path` and shake hands within `timeout_s` seconds.
 
-        Raises WeightCacheUnavailableError where no daemon answers, RuntimePathError where socket or peer are not
-        this user's, ProtocolError where the daemon speaks another version, and the error of a Refused.
+        Raises WeightCacheUnavailableError where no daemon answers, RuntimePathError where socket or
+        peer are not this user's, ProtocolError where the daemon speaks another version, and the
+        error of a Refused.
         """
         deadline_s = time.monotonic() + timeout_s
         check_socket(path)
@@ -70,14 +83,18 @@ class Connection:
             _check_peer(sock, path)
             half = cls(sock, path, Welcome(protocol=PROTOCOL_VERSION, device="?", pid=0))
             hello = Hello(protocol=PROTOCOL_VERSION, software=software, purpose=purpose)
-            half.welcome = _welcomed(half.request(hello, max(deadline_s - time.monotonic(), 0.001)), path)
+            half.welcome = _welcomed(
+                half.request(hello, max(deadline_s - time.monotonic(), 0.001)), path
+            )
         except BaseException:
             sock.close()
             raise
         return half
 
     def request(self, message: Message, timeout_s: float) -> Reply:
-        """Send a request and wait for its first reply, which may be Refused. A missed deadline closes all."""
+        """Send a request and wait for its first reply, which may be Refused. A missed deadline
+        closes all.
+        """
         with self._closed_on_error():
             self.send(message, timeout_s)
             return self.receive(timeout_s)[0]
@@ -90,18 +107,21 @@ class Connection:
         except TimeoutError as e:
             raise self._silent(timeout_s) from e
         except (BrokenPipeError, ConnectionResetError):
-            # A daemon that refuses a connection answers and closes at once: receive() reads that answer, or the end.
+            # A daemon that refuses a connection answers and closes at once: receive() reads that
+            # answer, or the end.
             pass
         except OSError as e:
             raise WeightCacheUnavailableError(
-                f"sending to the daemon on {self._path} failed: {e.strerror}", code="connection-lost"
+                f"sending to the daemon on {self._path} failed: {e.strerror}",
+                code="connection-lost",
             ) from e
 
     def receive(self, timeout_s: float, max_fds: int = 0) -> tuple[Reply, list[OwnedFd]]:
-        """Wait for the next message, and the at most `max_fds` descriptors with it, which the caller closes.
+        """Wait for the next message, and the at most `max_fds` descriptors with it, which the
+        caller closes.
 
-        Raises WeightCacheUnavailableError at the deadline (the connection stays open then) and when the daemon is
-        gone, ProtocolError for anything that is no reply.
+        Raises WeightCacheUnavailableError at the deadline (the connection stays open then) and when
+        the daemon is gone, ProtocolError for anything that is no reply.
         """
         packet = self._receive_packet(timeout_s, max_fds)
         try:
@@ -113,8 +133,9 @@ class Connection:
     def receive_descriptors(self, count: int, timeout_s: float) -> list[OwnedFd]:
         """Collect `count` descriptors from Descriptors packets, in order; all of them or none.
 
-        The caller closes them. Raises as receive() does, and ProtocolError when a packet is missing, doubled, empty
-        or carries more than asked for; every descriptor is closed and the connection too then.
+        The caller closes them. Raises as receive() does, and ProtocolError when a packet is
+        missing, doubled, empty or carries more than asked for; every descriptor is closed and the
+        connection too then.
         """
         deadline_s = time.monotonic() + timeout_s
         fds: list[OwnedFd] = []
@@ -142,7 +163,9 @@ class Connection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def _receive_packet(self, timeout_s: float, max_fds: int) -> Packet:
@@ -181,9 +204,12 @@ class Connection:
 def _connected(path: Path, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        # A non-blocking connect() to a full backlog fails at once; a blocking one waits for as long as SO_SNDTIMEO.
+        # A non-blocking connect() to a full backlog fails at once; a blocking one waits for as long
+        # as SO_SNDTIMEO.
         whole_s, part_s = divmod(max(timeout_s, 0.001), 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(whole_s), int(part_s * 1e6)))
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(whole_s), int(part_s * 1e6))
+        )
         sock.connect(str(path))
     except BaseException as e:
         sock.close()
@@ -204,23 +230,33 @@ def _not_connected(path: Path, timeout_s: float, e: OSError) -> WeightCacheUnava
             f"systemctl --user start weightcached@{path.stem}.service",
             code="no-daemon",
         )
-    return WeightCacheUnavailableError(f"cannot connect to {path}: {e.strerror}", code="unreachable")
+    return WeightCacheUnavailableError(
+        f"cannot connect to {path}: {e.strerror}", code="unreachable"
+    )
 
 
 def _check_peer(sock: socket.socket, path: Path) -> None:
     try:
-        _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        _, uid, _ = _UCRED.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        )
     except (OSError, struct.error) as e:
-        raise RuntimePathError(f"cannot tell who listens on {path}: {e}; refusing to talk to it") from e
+        raise RuntimePathError(
+            f"cannot tell who listens on {path}: {e}; refusing to talk to it"
+        ) from e
     if uid != getuid():
-        raise RuntimePathError(f"the daemon on {path} runs as uid {uid}, expected {getuid()}: refusing to talk to it")
+        raise RuntimePathError(
+            f"the daemon on {path} runs as uid {uid}, expected {getuid()}: refusing to talk to it"
+        )
 
 
 def _welcomed(reply: Reply, path: Path) -> Welcome:
     if isinstance(reply, Refused):
         raise error_of(reply)
     if not isinstance(reply, Welcome):
-        raise ProtocolError(f"the daemon on {path} answered Hello with {type(reply).__name__}, expected Welcome")
+        raise ProtocolError(
+            f"the daemon on {path} answered Hello with {type(reply).__name__}, expected Welcome"
+        )
     if reply.protocol != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the daemon on {path} ({reply.software or 'unknown version'}) speaks protocol {reply.protocol}, this "
@@ -232,7 +268,9 @@ def _welcomed(reply: Reply, path: Path) -> Welcome:
 
 def _check_numbering(reply: Reply, first: int, received: int, count: int) -> None:
     if not isinstance(reply, Descriptors):
-        raise ProtocolError(f"{type(reply).__name__} came after {first} of {count} descriptors, expected Descriptors")
+        raise ProtocolError(
+            f"{type(reply).__name__} came after {first} of {count} descriptors, expected Descriptors"
+        )
     if reply.first != first or not received:
         raise ProtocolError(
             f"a packet of {received} descriptors says that it begins at number {reply.first}, "

@@ -1,4 +1,6 @@
-"""Have a daemon hand out one generation to a tool: its index, and its segments' descriptors. No lease is counted."""
+"""Have a daemon hand out one generation to a tool: its index, and its segments' descriptors. No
+lease is counted.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,36 @@ class Handout:
 
 
 def hand_out(
-    device: str, cache: str, *, for_what: str, socket_dir: Path | None = None, timeout_s: float = TIMEOUT_S
+    device: str,
+    cache: str,
+    *,
+    for_what: str,
+    socket_dir: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Handout:
     """Ask the device's daemon.
 
-    for_what: what the caller wants, as a past participle, for messages; timeout_s: for each answer. Raises
-    WeightCacheUnavailableError where no daemon or no such generation is, ProtocolError and IndexFormatError for what a
-    daemon must not hand out.
+    for_what: what the caller wants, as a past participle, for messages; timeout_s: for each answer.
+    Raises WeightCacheUnavailableError where no daemon or no such generation is, ProtocolError and
+    IndexFormatError for what a daemon must not hand out.
     """
-    with Connection.connect(socket_path(device, socket_dir), timeout_s=timeout_s, purpose="ctl") as connection:
+    with Connection.connect(
+        socket_path(device, socket_dir), timeout_s=timeout_s, purpose="ctl"
+    ) as connection:
         ready = connection.request(Verify(cache=cache), timeout_s)
         if not isinstance(ready, Ready):
-            raise WeightCacheUnavailableError(f"{cache} on {device} cannot be {for_what}: {_why(ready)}")
+            raise WeightCacheUnavailableError(
+                f"{cache} on {device} cannot be {for_what}: {_why(ready)}"
+            )
         fds = connection.receive_descriptors(ready.descriptors, timeout_s)
     try:
         if not fds:
             raise ProtocolError(f"{cache}: the daemon handed out no index")
         index = _read_index(fds.pop(0), cache)
         if len(fds) != len(index.segments):
-            raise ProtocolError(f"{cache}: {len(fds)} segments came, the index names {len(index.segments)}")
+            raise ProtocolError(
+                f"{cache}: {len(fds)} segments came, the index names {len(index.segments)}"
+            )
     except BaseException:
         close_all(fds)
         raise
@@ -54,7 +67,12 @@ def hand_out(
 
 
 def read_index(
-    device: str, cache: str, *, for_what: str, socket_dir: Path | None = None, timeout_s: float = TIMEOUT_S
+    device: str,
+    cache: str,
+    *,
+    for_what: str,
+    socket_dir: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> TensorIndex:
     """The index alone; raises as hand_out() does."""
     handout = hand_out(device, cache, for_what=for_what, socket_dir=socket_dir, timeout_s=timeout_s)
@@ -72,4 +90,8 @@ def _read_index(fd: OwnedFd, cache: str) -> TensorIndex:
 
 
 def _why(reply: msgspec.Struct) -> str:
-    return reply.message if isinstance(reply, Refused) else f"its state is {type(reply).__name__.lower()}"
+    return (
+        reply.message
+        if isinstance(reply, Refused)
+        else f"its state is {type(reply).__name__.lower()}"
+    )

@@ -1,9 +1,10 @@
 """Packets on a SOCK_SEQPACKET socket: bytes and the descriptors that travel with them.
 
-One message is one packet of at most 64 KiB with at most 250 descriptors. A message that does not fit travels
-as a sealed memfd whose packet says so; that way a status of many engines or a key of many shards has no
-special case, and a reader still never allocates more than MAX_LARGE_BYTES for a peer.
-Blocking only in that the socket may be blocking: daemon/server.py calls the same functions on non-blocking ones.
+One message is one packet of at most 64 KiB with at most 250 descriptors. A message that does not
+fit travels as a sealed memfd whose packet says so; that way a status of many engines or a key of
+many shards has no special case, and a reader still never allocates more than MAX_LARGE_BYTES for a
+peer. Blocking only in that the socket may be blocking: daemon/server.py calls the same functions on
+non-blocking ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ MAX_PACKET_BYTES = 64 * 1024
 # The kernel refuses more than 253 in one message (SCM_MAX_FD).
 MAX_PACKET_FDS = 250
 MAX_LARGE_BYTES = 16 * 1024 * 1024
-# What the daemon takes from a peer: a key of 4096 files. One of 16 MiB would occupy it for 0.2 s to decode.
+# What the daemon takes from a peer: a key of 4096 files. One of 16 MiB would occupy it for 0.2 s to
+# decode.
 MAX_REQUEST_BYTES = 1024 * 1024
 # Not a msgpack map or array, so it cannot begin a message.
 _LARGE = b"\xc1large"
@@ -29,7 +31,9 @@ _FD_BYTES = array.array("i").itemsize
 
 
 class Packet(NamedTuple):
-    """One packet as received. Its descriptors are owned by the list from the moment the kernel installed them."""
+    """One packet as received. Its descriptors are owned by the list from the moment the kernel
+    installed them.
+    """
 
     data: bytes
     fds: list[OwnedFd]
@@ -38,8 +42,8 @@ class Packet(NamedTuple):
 def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
     """Send one packet; the caller keeps its descriptors.
 
-    Raises ProtocolError when the limits are exceeded, BlockingIOError on a full non-blocking socket (nothing is
-    sent then), OSError from the socket otherwise.
+    Raises ProtocolError when the limits are exceeded, BlockingIOError on a full non-blocking socket
+    (nothing is sent then), OSError from the socket otherwise.
     """
     if len(fds) > MAX_PACKET_FDS:
         raise ProtocolError(f"{len(fds)} descriptors in one packet, at most {MAX_PACKET_FDS} fit")
@@ -61,8 +65,11 @@ def _sendmsg(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:
     sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 
-def recv_packet(sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES) -> Packet:
-    """Receive one packet with at most `max_fds` descriptors, or a message of at most `max_large_bytes` in a memfd.
+def recv_packet(
+    sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES
+) -> Packet:
+    """Receive one packet with at most `max_fds` descriptors, or a message of at most
+    `max_large_bytes` in a memfd.
 
     Raises as recv_unread() and read_large() do.
     """
@@ -76,7 +83,9 @@ def is_large(packet: Packet) -> bool:
 
 
 def large_nbytes(packet: Packet, *, max_nbytes: int) -> int:
-    """How long the message of a large packet is. Raises ProtocolError if it is unsealed or longer than that."""
+    """How long the message of a large packet is. Raises ProtocolError if it is unsealed or longer
+    than that.
+    """
     return _of_memfd(sealed_nbytes, packet.fds[0], max_nbytes)
 
 
@@ -96,8 +105,9 @@ def _of_memfd(ask: Callable[..., _T], fd: OwnedFd, max_nbytes: int) -> _T:
 def recv_unread(sock: socket.socket, *, max_fds: int) -> Packet:
     """Receive one packet as it is: is_large() tells whether there is more to read.
 
-    Raises EOFError at the end of the connection, ProtocolError for anything cut off or out of limits (every
-    descriptor that came is closed first), BlockingIOError on an empty non-blocking socket, OSError otherwise.
+    Raises EOFError at the end of the connection, ProtocolError for anything cut off or out of
+    limits (every descriptor that came is closed first), BlockingIOError on an empty non-blocking
+    socket, OSError otherwise.
     """
     # Room for one more than allowed: an excess is then seen and named, not only as truncation.
     space = socket.CMSG_SPACE((min(max_fds, MAX_PACKET_FDS) + 1) * _FD_BYTES)

@@ -1,8 +1,8 @@
 """What the daemon asks of a loader child: one JSON document on its standard input.
 
-The child also inherits one end of a SOCK_SEQPACKET socketpair, whose number is `socket_fd`; over it go
-LoaderProgress, LoaderKey, LoaderIndex, Descriptors and LoaderFailed (wire/messages.py). The daemon sends one packet:
-a child that `waits` touches neither device nor weights before it has come.
+The child also inherits one end of a SOCK_SEQPACKET socketpair, whose number is `socket_fd`; over it
+go LoaderProgress, LoaderKey, LoaderIndex, Descriptors and LoaderFailed (wire/messages.py). The
+daemon sends one packet: a child that `waits` touches neither device nor weights before it has come.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ YOUR_TURN = b"your turn"
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a loader is told of its group: where, how long, and this node's devices in local-rank order."""
+    """What a loader is told of its group: where, how long, and this node's devices in local-rank
+    order.
+    """
 
     host: str
     port: int
@@ -25,10 +27,11 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cache to load. `rank` counts within the data parallel replica `dp_rank`, pipeline before tensor ranks.
+    """One cache to load. `rank` counts within the data parallel replica `dp_rank`, pipeline before
+    tensor ranks.
 
-    Without `rendezvous` the rank is loaded alone.
-    `waits`: another load has the device; this child imports and configures meanwhile, and waits for its turn.
+    Without `rendezvous` the rank is loaded alone. `waits`: another load has the device; this child
+    imports and configures meanwhile, and waits for its turn.
     """
 
     device: str

@@ -1,8 +1,9 @@
 """All messages of the protocol, with their limits. docs/protocol.md shows the dialogues.
 
-A connection starts with Hello and is answered by Welcome or Refused. Then the client asks and the daemon answers,
-in turn; answers to Attach are distinct states, each final except Loading. Descriptors follow Ready in Descriptors
-packets. Unknown fields are ignored, so a field may be added without a new PROTOCOL_VERSION.
+A connection starts with Hello and is answered by Welcome or Refused. Then the client asks and the
+daemon answers, in turn; answers to Attach are distinct states, each final except Loading.
+Descriptors follow Ready in Descriptors packets. Unknown fields are ignored, so a field may be added
+without a new PROTOCOL_VERSION.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ class Status(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Ask for the generation that matches `key`, and hold a lease on it for as long as the connection lives.
+    """Ask for the generation that matches `key`, and hold a lease on it for as long as the
+    connection lives.
 
-    With `wait`, a matching cache that is still loading is answered by Loading again and again until it is final.
-    With identity `sampled`, equal samples of the checkpoints are enough for this engine.
+    With `wait`, a matching cache that is still loading is answered by Loading again and again until
+    it is final. With identity `sampled`, equal samples of the checkpoints are enough for this
+    engine.
     """
 
     key: WeightCacheKey
@@ -56,17 +59,23 @@ class Attach(Message, frozen=True):
 
 
 class Memory(Message, frozen=True):
-    """Ask how many device bytes the generation matching `key` holds; answered as Attach is, without descriptors."""
+    """Ask how many device bytes the generation matching `key` holds; answered as Attach is, without
+    descriptors.
+    """
 
     key: WeightCacheKey
 
 
 class Release(Message, frozen=True):
-    """The engine has its own copy: free the generation it leased once no other lease holds it. Answered by Done."""
+    """The engine has its own copy: free the generation it leased once no other lease holds it.
+    Answered by Done.
+    """
 
 
 class Rejoin(Message, frozen=True):
-    """Renew a lease after the daemon was restarted, on exactly the generation that is mapped already."""
+    """Renew a lease after the daemon was restarted, on exactly the generation that is mapped
+    already.
+    """
 
     cache: Name
     generation: Count
@@ -74,9 +83,11 @@ class Rejoin(Message, frozen=True):
 
 
 class Reload(Message, frozen=True):
-    """Read the manifest again and load what changed, failed or was released; Progress*, then ReloadReply.
+    """Read the manifest again and load what changed, failed or was released; Progress*, then
+    ReloadReply.
 
-    With `force`, load everything anew. `caches` limits it to names like "llama-8b/target"; empty means all.
+    With `force`, load everything anew. `caches` limits it to names like "llama-8b/target"; empty
+    means all.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
@@ -84,20 +95,26 @@ class Reload(Message, frozen=True):
 
 
 class Drop(Message, frozen=True):
-    """Free one cache; refused while engines hold leases unless `force`. Answered by Done or Refused."""
+    """Free one cache; refused while engines hold leases unless `force`. Answered by Done or
+    Refused.
+    """
 
     cache: Name
     force: bool = False
 
 
 class Verify(Message, frozen=True):
-    """Hand out a generation so that the client recomputes its digests; answered as Attach is. No lease is counted."""
+    """Hand out a generation so that the client recomputes its digests; answered as Attach is. No
+    lease is counted.
+    """
 
     cache: Name
 
 
 class Fallback(Message, frozen=True):
-    """An engine of this device does not use a cache and loads from disk: `reason` is the code. Answered by Done."""
+    """An engine of this device does not use a cache and loads from disk: `reason` is the code.
+    Answered by Done.
+    """
 
     reason: Annotated[str, Meta(pattern="^[a-z][a-z0-9-]{0,49}$")]
 
@@ -115,16 +132,20 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request or connection is refused; `code` is stable (errors.py), `message` is for a person."""
+    """The request or connection is refused; `code` is stable (errors.py), `message` is for a
+    person.
+    """
 
     code: Name
     message: Text
 
 
 class Ready(Message, frozen=True):
-    """The key matches. `descriptors` follow in Descriptors packets: the index first, then the segments in order.
+    """The key matches. `descriptors` follow in Descriptors packets: the index first, then the
+    segments in order.
 
-    For Memory the counts are given and nothing follows. `nbytes` counts device memory, private segment included.
+    For Memory the counts are given and nothing follows. `nbytes` counts device memory, private
+    segment included.
     """
 
     cache: Name
@@ -167,7 +188,9 @@ class Mismatch(Message, frozen=True):
 
 
 class NeedDigest(Message, frozen=True):
-    """The daemon cannot decide on the checkpoint yet: send the request again with the digest of `rung` filled in."""
+    """The daemon cannot decide on the checkpoint yet: send the request again with the digest of
+    `rung` filled in.
+    """
 
     rung: Literal["sample", "full"]
     files: list[Name] = []
@@ -221,7 +244,9 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReloadReply(Message, frozen=True):
-    """The reload is over. `error` is set when the manifest itself was refused; then nothing was changed."""
+    """The reload is over. `error` is set when the manifest itself was refused; then nothing was
+    changed.
+    """
 
     outcomes: list[CacheOutcome] = []
     error: Text = ""
@@ -255,10 +280,10 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon counted since it started, for metrics.
 
-    attaches and attach_seconds are by cache: generations handed out, and the seconds from the request, or from the end
-    of the load that it waited for, to the last descriptor. mismatches are by field of the key, refusals by the kind of
-    the final answer that was not Ready, fallbacks by the code that engines gave. phase_seconds are of the generations
-    served, by cache and phase.
+    attaches and attach_seconds are by cache: generations handed out, and the seconds from the
+    request, or from the end of the load that it waited for, to the last descriptor. mismatches are
+    by field of the key, refusals by the kind of the final answer that was not Ready, fallbacks by
+    the code that engines gave. phase_seconds are of the generations served, by cache and phase.
     """
 
     attaches: dict[Name, Count] = {}
@@ -272,7 +297,9 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReply(Message, frozen=True):
-    """The daemon's whole state. `since` is in seconds since the epoch. A daemon of an older version has no counters."""
+    """The daemon's whole state. `since` is in seconds since the epoch. A daemon of an older version
+    has no counters.
+    """
 
     device: Name
     pid: Count
@@ -297,7 +324,9 @@ class LoaderProgress(Message, frozen=True):
 
 
 class LoaderKey(Message, frozen=True):
-    """The key, sent before weights are read: engines that start meanwhile learn that their cache is coming."""
+    """The key, sent before weights are read: engines that start meanwhile learn that their cache is
+    coming.
+    """
 
     key: WeightCacheKey
 
@@ -310,7 +339,9 @@ class LoaderIndex(Message, frozen=True):
 
 
 class LoaderFailed(Message, frozen=True):
-    """The load failed with a reason a person can act on. `permanent`: a retry without a change is pointless."""
+    """The load failed with a reason a person can act on. `permanent`: a retry without a change is
+    pointless.
+    """
 
     code: Name
     message: Text
@@ -331,7 +362,9 @@ _loader = msgspec.msgpack.Decoder(LoaderMessage)
 
 
 def encode(message: Message) -> bytes:
-    """The message as msgpack. Of a path whose bytes are no UTF-8, "?" stands for what cannot be said."""
+    """The message as msgpack. Of a path whose bytes are no UTF-8, "?" stands for what cannot be
+    said.
+    """
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
