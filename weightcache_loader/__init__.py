@@ -5,6 +5,7 @@ daemon holds.
 from __future__ import annotations
 
 import logging
+import os
 
 log = logging.getLogger("vllm.weightcached")
 
@@ -33,3 +34,7 @@ def register() -> None:
             # Replacing is what was asked for; vLLM would warn about it in every process.
             del loaders[name]
         model_loader.register_model_loader(name)(IpcModelLoader)
+    if "WEIGHTCACHED_ENGINE_ERROR_FILE" in os.environ:
+        from weightcached.vllm_compat.server import join_engine
+
+        join_engine()
