@@ -27,7 +27,7 @@ lint: $(STAMP)  ## ruff, mypy --strict, and the arrows between rooms
 	$(BIN)/lint-imports
 
 unit: $(STAMP)  ## tests without an engine
-	$(BIN)/pytest -q tests/unit tests/process tests/systemd
+	$(BIN)/pytest -q tests/unit tests/process tests/systemd tests/everyday
 
 engine: $(STAMP)  ## end-to-end tests with a real vLLM engine on the CPU
 	$(BIN)/pytest -q tests/engine
