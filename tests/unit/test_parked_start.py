@@ -89,5 +89,5 @@ def test_free_memory_is_left_alone_once(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="is less than desired"):
         module.request_memory(snapshot, cache, 150)
     parked_start.do_not_check_free_memory()
-    with pytest.raises(ValueError, match="0.8 gives 800 bytes"):
+    with pytest.raises(ValueError, match=r"0\.8 gives 800 bytes"):
         module.request_memory(snapshot, cache, 800)
