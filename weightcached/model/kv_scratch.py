@@ -233,9 +233,7 @@ class KvPool:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Torch's allocations inside the block come from the pool. Raises the error of a failed
-        allocation.
-        """
+        """Torch's allocations in the block come from the pool. Raises a failed allocation's error."""
         import torch
 
         if self._pool is None:

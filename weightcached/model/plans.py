@@ -44,9 +44,7 @@ class Difference(NamedTuple):
 
 
 class Plans:
-    """The plans of one model. `values`, by path, are restored; a hook's next plan clears its
-    values.
-    """
+    """The plans of one model. `values` are restored, by path; a hook's next plan clears its own."""
 
     def __init__(self, first: Sequence[ModulePlan]) -> None:
         self._plans = {(plan.module, plan.method): plan for plan in first}
@@ -56,9 +54,7 @@ class Plans:
         self._differed: dict[tuple[str, str], str] = {}
 
     def records(self) -> list[ModulePlan]:
-        """The plans for the index: one per hook with the values below its module, then values of no
-        hook.
-        """
+        """The plans for the index: one per hook, with values below its module; then other values."""
         values: dict[tuple[str, str], dict[str, msgspec.Raw]] = {}
         for path, wire in self.values.items():
             keys = self._keys_at(path) or [(path.rpartition(".")[0], "")]
@@ -79,7 +75,7 @@ class Plans:
         """
         failed: dict[tuple[str, str], str] = {}
         for difference in differences:
-            for key in self._with_next(difference.path) or self._refuse(
+            for key in self._keys_with_next_plan(difference.path) or self._refuse(
                 difference.path, str(difference)
             ):
                 failed.setdefault(key, str(difference))
@@ -91,11 +87,11 @@ class Plans:
         """The same for one path at which binding stopped, and for all hooks of that class with that
         plan.
 
-        Raises UnsupportedQuantForIPCError with the error's text if there is no next plan.
+        Raises UnsupportedQuantForIPCError with the error's text if a hook has no next plan.
         """
         if not self._keys_at(path):
             raise error
-        keys = self._with_next(path) or self._refuse(path, str(error))
+        keys = self._keys_with_next_plan(path) or self._refuse(path, str(error))
         alike = {(method, self._plans[module, method].plan) for module, method in keys}
         self._advance(
             {key: str(error) for key, plan in self._plans.items() if (key[1], plan.plan) in alike}
@@ -116,8 +112,8 @@ class Plans:
         self.values = {}
 
     def _keys_at(self, path: str) -> list[tuple[str, str]]:
-        """The hooks of the nearest module at or above a path. The model's own hook has the root
-        alone.
+        """The hooks of the nearest module at or above a path. The model's own hook has only the
+        root.
         """
         module = path
         while module and module not in self._modules:
@@ -127,13 +123,11 @@ class Plans:
             return []
         return [key for key in self._plans if key[0] == module]
 
-    def _with_next(self, path: str) -> list[tuple[str, str]]:
+    def _keys_with_next_plan(self, path: str) -> list[tuple[str, str]]:
         return [key for key in self._keys_at(path) if self._plans[key].plan in _NEXT]
 
     def _refuse(self, path: str, text: str) -> NoReturn:
-        """Raise with the plans tried. A difference after a hook ran says more than one without the
-        hook.
-        """
+        """Raise with the plans tried. A difference after a hook ran explains more than one without."""
         keys = self._keys_at(path)
         lead = next((self._differed[key] for key in keys if key in self._differed), text)
         tried = []

@@ -72,9 +72,7 @@ class TensorSlot(NamedTuple):
 
 
 class ValueSlot(NamedTuple):
-    """Any other value: `wire` is its typed value, or {"$type": name} for an object compared by
-    type.
-    """
+    """Any other value: `wire` is its typed value, or {"$type": name} if only types are compared."""
 
     path: str
     wire: Any
@@ -85,8 +83,7 @@ Slot = TensorSlot | ValueSlot
 
 
 class _Seen(set[int]):
-    """Identities of what has been visited. `later` is visited at the end, for tensors alone, by
-    path.
+    """Identities of visited objects. `later` is visited at the end, for tensors alone, by path.
 
     scalars: whether to yield attributes that are None, numbers or text.
     """

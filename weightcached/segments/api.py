@@ -23,7 +23,7 @@ class WritableSegment(Protocol):
     nbytes: int
 
     def tensor(self) -> torch.Tensor:
-        """uint8, shape (nbytes,), on the backend's device. No tensor over it may be left at
+        """uint8, shape (nbytes,), on the backend's device. Drop all tensors over it before
         publish().
         """
         ...

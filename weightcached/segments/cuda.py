@@ -21,7 +21,7 @@ from weightcached.segments.cuda_driver import (
     MappedRange,
     PrimaryContext,
 )
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all
 
 if TYPE_CHECKING:
@@ -153,9 +153,7 @@ class CudaMapping:
         self._as_tensor = as_tensor
 
     def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        """uint8, shape (nbytes,), with a storage of its own from the offset on. Writing to it
-        faults.
-        """
+        """uint8, shape (nbytes,), with its own storage from the offset on. Writing to it faults."""
         mapped, address = self._at(segment, offset_bytes, nbytes)
         tensor: torch.Tensor = self._as_tensor(
             DeviceArray(mapped, address, nbytes, self._gpu.ordinal)
@@ -199,9 +197,7 @@ class CudaMapping:
                 self._gpu.map_again(mapped, pieces, failing=failing)
 
     def close(self) -> None:
-        """Drop this reference; unmaps now, or with the last tensor over the range. May be called
-        twice.
-        """
+        """Drop this reference; unmaps with the last tensor over the range. May be called twice."""
         self._mapped = None
 
     def _open(self) -> MappedRange:
@@ -264,7 +260,7 @@ class CudaBackend:
 
     def driver(self) -> str:
         """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: memory outlives its processes."""
-        return devices.driver_name(devices.kernel_driver_version())
+        return gpus.driver_name(gpus.kernel_driver_version())
 
     def free_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the device's memory. Raises SegmentError."""
@@ -272,7 +268,7 @@ class CudaBackend:
 
     def persistence_warning(self) -> str | None:
         """A warning for the operator if persistence mode is off, else None."""
-        return devices.persistence_warning(self.device)
+        return gpus.persistence_warning(self.device)
 
     def create(self, nbytes: int) -> CudaSegment:
         """A new segment of `nbytes`, a multiple of granularity().
@@ -335,7 +331,7 @@ class CudaBackend:
             )
 
     def _out_of_memory(self, failing: str, free: int, total: int) -> OutOfDeviceMemoryError:
-        found = devices.holders(self.device)
+        found = gpus.holders(self.device)
         listed = ", ".join(
             f"pid {holder.pid} ({holder.name}) {_gib(holder.nbytes)}" for holder in found
         )

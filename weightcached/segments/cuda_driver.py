@@ -336,9 +336,7 @@ class Gpu:
         self._driver.call("cuMemUnmap", address, nbytes, failing=failing)
 
     def zero(self, address: int, nbytes: int, failing: str) -> None:
-        """Fill memory with zeros, which later work of the default stream sees. The context is
-        current.
-        """
+        """Zero memory; later work of the default stream sees the zeros. The context is current."""
         self._driver.call("cuMemsetD8", address, 0, nbytes, failing=failing)
 
     def read(self, address: int, nbytes: int, failing: str) -> memoryview:
@@ -357,9 +355,7 @@ class Gpu:
         )
 
     def adopt(self, fd: OwnedFd, failing: str) -> Allocation:
-        """Import a descriptor, which the caller keeps: the handle is a second reference. The
-        context is current.
-        """
+        """Import a descriptor, which the caller keeps open. The context is current."""
         fd_type = (
             self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         )
@@ -470,7 +466,8 @@ def _bindings() -> Any:
 
 
 def _find(driver: Driver, device: str) -> tuple[int, int]:
-    """(ordinal, driver's number) of the device in this process, where CUDA_VISIBLE_DEVICES may have renumbered some.
+    """(ordinal, driver's number) of the device in this process, which CUDA_VISIBLE_DEVICES may
+    renumber.
 
     Only the digits are compared, because CUDA gives UUIDs of MIG devices and GPUs in the same form.
     Raises DeviceError.

@@ -57,9 +57,7 @@ class HostSegment:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def publish(self) -> OwnedFd:
-        """Unmap, seal and hand over the descriptor. Raises SegmentError if a tensor over it is
-        left.
-        """
+        """Unmap, seal, hand over the descriptor. Raises SegmentError if a tensor over it is left."""
         if self._map is None:
             raise SegmentError("the host segment is published or closed already")
         # Dropped, not closed: a tensor holds the mapping, but no buffer export that would keep
