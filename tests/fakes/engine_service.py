@@ -2,12 +2,11 @@
 
 Arguments that it knows, all optional:
     x_fail      fail to start with this message
+    x_fail_file fail with what this file says, while it is there
     x_starts    a file that gets one line for each start
-    x_gate      a FIFO: wait for a byte from it before being ready
-    x_core_dies the core ends as soon as it is ready
 
 GET / answers {"engine": N, "pid": …, "core": …, "arguments": …}; GET /slow?S answers after S
-seconds; GET /stream?N streams N lines, one every 20 ms; GET /die ends the core.
+seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from typing import Any
 
 from weightcached.engine.child import Activity, Job
 from weightcached.engine.control import EngineError
+
+_KEEP_ALIVE_S = 1.0
 
 
 def prepare() -> str:
@@ -47,7 +48,6 @@ class FakeEngine:
         self._public: asyncio.Server | None = None
         self._closing = False
         self._writers: set[asyncio.StreamWriter] = set()
-        self._busy: set[asyncio.StreamWriter] = set()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -86,12 +86,12 @@ class FakeEngine:
         self._public.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
-                while self._busy:
+                while self._writers:
                     await asyncio.sleep(0.005)
-        cut = len(self._busy)
-        for writer in list(self._writers):
+        left = list(self._writers)
+        for writer in left:
             writer.transport.abort()
-        return cut
+        return len(left)
 
     async def ended(self) -> None:
         await asyncio.Event().wait()
@@ -101,24 +101,20 @@ class FakeEngine:
         try:
             while await self._one(reader, writer):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError):
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
             pass
         finally:
             self._writers.discard(writer)
-            self._busy.discard(writer)
             writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = await reader.readuntil(b"\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _KEEP_ALIVE_S)
         path, _, query = head.split()[1].decode().partition("?")
-        self._busy.add(writer)
         self._requests += 1
         self._active += 1
         try:
             if path == "/slow":
                 await asyncio.sleep(float(query))
-            if path == "/die":
-                os.write(self._to_core, b"d")
             body = {
                 "engine": self.job.number, "pid": os.getpid(), "core": self.core, "asleep": self.asleep,
                 "arguments": self.job.arguments,
@@ -132,16 +128,15 @@ class FakeEngine:
             await writer.drain()
         finally:
             self._active -= 1
-            self._busy.discard(writer)
         return not self._closing
 
 
 def _core(commands: int, answers: int) -> None:
-    """Answers pings until it is told to die, or nobody is left to ask."""
+    """Answers pings until nobody is left to ask."""
     while True:
         select.select([commands], [], [])
         data = os.read(commands, 1)
-        if data in (b"", b"d"):
+        if not data:
             os._exit(3)
         os.write(answers, b"a")
 
@@ -154,6 +149,9 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
             file.write(f"{job.number}\n")
     if arguments.get("x_fail"):
         raise RuntimeError(arguments["x_fail"])
+    fail_file = Path(arguments.get("x_fail_file", "/nonexistent"))
+    if fail_file.exists():
+        raise RuntimeError(fail_file.read_text())
     commands, to_core = os.pipe()
     from_core, answers = os.pipe()
     core = os.fork()
@@ -163,7 +161,5 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
         _core(commands, answers)
     os.close(commands)
     os.close(answers)
-    if "x_gate" in arguments:
-        Path(arguments["x_gate"]).read_bytes()
     sys.stderr.write(f"fake engine {job.number} is up\n")
     yield FakeEngine(job, core, to_core, from_core)

@@ -55,7 +55,7 @@ def unit_of(device: str) -> str:
     return f"weightcached@{device}.service"
 
 
-def systemctl(*arguments: str) -> str:
+def systemctl(*arguments: str, timeout_s: float | None = COMMAND_TIMEOUT_S) -> str:
     """Output of `systemctl --user`. Raises UnitError with systemctl's own words."""
     try:
         done = subprocess.run(
@@ -63,7 +63,7 @@ def systemctl(*arguments: str) -> str:
             env=session_environment(),
             capture_output=True,
             text=True,
-            timeout=COMMAND_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except FileNotFoundError as e:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import msgspec
 from weightcached.engine import tree
 from weightcached.engine.child import Activity, Job
 from weightcached.engine.control import EngineError, Link
-from weightcached.engine.tree import Stat, Tree, stat_of
+from weightcached.engine.tree import Tree, stat_of
 from weightcached.system.fds import OwnedFd
 
 log = logging.getLogger(__name__)
@@ -79,6 +78,8 @@ class Running:
         self._watched: dict[int, OwnedFd] = {}
         self._link: Link | None = None
         self.watch()
+        if self.tree.head not in self.tree.members:
+            asyncio.get_running_loop().call_soon(self._died, self.tree.head)
 
     @property
     def number(self) -> int:
@@ -177,15 +178,13 @@ class Running:
 
 
 def record_of(job: Job, digest: str, pid: int) -> Record:
-    """The record of an engine just started. Raises EngineError where it has ended already."""
-    stat: Stat | None = stat_of(pid)
-    if stat is None:
-        raise EngineError(f"its process {pid} ended at once")
+    """The record of an engine just started, which may have ended already."""
+    stat = stat_of(pid, dead_too=True)
     return Record(
         number=job.number,
         digest=digest,
         pid=pid,
-        start=stat.start,
+        start=stat.start if stat else 0,
         boot=boot_id(),
         since=time.time(),
         arguments=job.arguments,
@@ -200,8 +199,9 @@ def is_alive(record: Record) -> bool:
 
 async def end_remains(record: Record) -> None:
     """End what an engine has left whose first process is gone."""
-    if os.path.exists(f"/proc/{record.pid}") and not is_alive(record):
-        # The number is another process's by now; a session of it cannot be the engine's.
+    stat = stat_of(record.pid, dead_too=True)
+    if stat is not None and stat.start != record.start:
+        # The number is another process's by now, so nobody is left in the engine's session.
         return
     remains = Tree(record.pid)
     if remains.members:

@@ -148,13 +148,13 @@ class Service:
         return next((e for e in self.engines.values() if e.phase is Phase.SERVING), None)
 
     def state(self) -> str:
-        """One word for people: serving, asleep, starting, taking-over, stopping."""
+        """One word for people: starting, serving, taking-over, draining, asleep, stopping."""
         if self.stopping:
             return "stopping"
         if self.serving is not None:
             return "serving"
         if not self.awake:
-            return "asleep"
+            return "asleep" if self.holder is None else "draining"
         return "taking-over" if self.proven else "starting"
 
     def wake_time_s(self, now_s: float) -> float | None:

@@ -46,15 +46,17 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def stat_of(pid: int) -> Stat | None:
-    """The process `pid` now; None where there is none, or only its exit status is left."""
+def stat_of(pid: int, *, dead_too: bool = False) -> Stat | None:
+    """The process `pid` now; None where there is none, or only its exit status is left, unless that
+    counts.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):
         return None
     # The name, in parentheses, may hold anything.
     fields = text[text.rindex(")") + 2 :].split()
-    if fields[0] in "ZX":
+    if fields[0] in "ZX" and not dead_too:
         return None
     return Stat(pid, int(fields[1]), int(fields[3]), int(fields[19]), fields[0])
 

@@ -18,7 +18,12 @@ from typing import Literal, NamedTuple
 
 from weightcached.errors import WeightcachedError
 
-UNITS = ("weightcached@.service", "weightcached-exporter.service", "weightcached.target")
+UNITS = (
+    "weightcached@.service",
+    "weightcached-exporter.service",
+    "weightcached-engine@.service",
+    "weightcached.target",
+)
 MANIFEST = "manifest.yaml"
 # Where the commands stand in the unit file of the tree, as a distribution would install them.
 _PACKAGED_BIN = "/usr/bin"
