@@ -30,6 +30,8 @@ def make(short_tmp: Path) -> Iterator[Make]:
         def make(**entry: Any) -> ServiceProcess:
             service = ServiceProcess(short_tmp, **entry)
             stack.callback(service.close)
+            # Shown by pytest for a test that fails.
+            stack.callback(lambda: print(service.log[-20000:]))
             return service
 
         yield make

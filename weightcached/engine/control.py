@@ -46,6 +46,10 @@ class EngineError(WeightcachedError):
 
     code = "engine"
 
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[dict[str, Any], int | None]]]
 
@@ -87,18 +91,19 @@ class Server:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept(self) -> None:
-        while True:
-            await readable(self._sock.fileno())
-            try:
-                peer, _ = self._sock.accept()
-            except (BlockingIOError, ConnectionError):
-                continue
-            except OSError:
-                # Out of descriptors: others must be closed first.
-                await asyncio.sleep(0.1)
-                continue
-            peer.setblocking(False)
-            self._keep(self._talk(peer))
+        with self._sock:
+            while True:
+                await readable(self._sock.fileno())
+                try:
+                    peer, _ = self._sock.accept()
+                except (BlockingIOError, ConnectionError):
+                    continue
+                except OSError:
+                    # Out of descriptors: others must be closed first.
+                    await asyncio.sleep(0.1)
+                    continue
+                peer.setblocking(False)
+                self._keep(self._talk(peer))
 
     async def _talk(self, peer: socket.socket) -> None:
         with peer:
@@ -127,9 +132,11 @@ class Server:
             send_packet(peer, msgspec.json.encode(reply), [] if fd is None else [fd])
 
     def close(self) -> None:
+        """Take no more requests. Each task closes its own socket, after it has stopped waiting on
+        it: the number could be another socket's by then.
+        """
         for task in self._tasks:
             task.cancel()
-        self._sock.close()
 
 
 class Link:
@@ -164,6 +171,8 @@ class Link:
                     waiting.set_result((reply, packet.fds))
         except (EOFError, OSError, ProtocolError, msgspec.MsgspecError) as e:
             reason = str(e) or "the connection was closed"
+        finally:
+            self._sock.close()
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineError(f"no answer: {reason}"))
@@ -204,8 +213,8 @@ class Link:
         return reply.result, fds
 
     def close(self) -> None:
+        """Ask no more. The reader closes the socket, after it has stopped waiting on it."""
         self._reader.cancel()
-        self._sock.close()
 
 
 def ask_once(

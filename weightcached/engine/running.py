@@ -77,6 +77,7 @@ class Running:
         self._on_death = on_death
         self._watched: dict[int, OwnedFd] = {}
         self._link: Link | None = None
+        self._ending = False
         self.watch()
         if self.tree.head not in self.tree.members:
             asyncio.get_running_loop().call_soon(self._died, self.tree.head)
@@ -87,6 +88,9 @@ class Running:
 
     def watch(self) -> None:
         """Hear of the end of every process that the engine cannot do without."""
+        if self._ending:
+            # Who ends the tree waits on its descriptors.
+            return
         self.tree.refresh()
         wanted = self.tree.essential(self._fence)
         if self.tree.head in self.tree.members:
@@ -124,7 +128,9 @@ class Running:
         try:
             return await self._link.ask(command, timeout_s=timeout_s, **arguments)
         except TimeoutError as e:
-            raise EngineError(f"it did not answer {command!r} within {timeout_s:g} s") from e
+            raise EngineError(
+                f"it did not answer {command!r} within {timeout_s:g} s", timed_out=True
+            ) from e
 
     async def public_socket(self, *, timeout_s: float) -> OwnedFd | None:
         """The public socket, from an engine that has it."""
@@ -157,6 +163,7 @@ class Running:
         """End all processes. Returns the seconds until they had given back what they held. Raises
         TreeError.
         """
+        self._ending = True
         self.unwatch()
         if self._link is not None:
             self._link.close()
@@ -168,13 +175,6 @@ class Running:
         with contextlib.suppress(tree.TreeError):
             await tree.bury(self.tree)
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def let_go(self) -> None:
-        """Forget the engine, which goes on."""
-        self.unwatch()
-        if self._link is not None:
-            self._link.close()
-        self.tree.close()
 
 
 def record_of(job: Job, digest: str, pid: int) -> Record:

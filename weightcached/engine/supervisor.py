@@ -157,6 +157,7 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._listening_for_wake = False
         self._since = time.time()
+        self._begun = False
         self._was_ready = False
         self._died_s: float | None = None
         self.takeovers = 0
@@ -172,6 +173,7 @@ class Supervisor:
         server = control.Server(control.listen(self._directory / "service.sock"), self._handle)
         self._keep(self._feed_watchdog())
         self._keep(self._extend_start())
+        self._begun = True
         try:
             self._step()
             await self._ended.wait()
@@ -206,7 +208,7 @@ class Supervisor:
         """The public socket: the manager's, or that of an engine taken back, or a new one."""
         where = self.spec.listen
         fds = [stored] if stored is not None else []
-        for engine in self._running.values():
+        for engine in list(self._running.values()):
             fd = await engine.public_socket(timeout_s=_LOST_TIMEOUT_S)
             fds += [fd] if fd is not None else []
         found = next((fd for fd in fds if endpoint.is_at(fd, where)), None)
@@ -304,6 +306,9 @@ class Supervisor:
 
     def _step(self) -> None:
         """Begin what is to be done now, and say what has changed."""
+        if not self._begun:
+            # What an earlier supervisor has left is not yet known.
+            return
         for action in self.service.decide(time.monotonic()):
             self._begin(action)
         self._set_timer()
@@ -518,7 +523,7 @@ class Supervisor:
                 await engine.ping(timeout_s=self.spec.hang_s)
             except EngineError as e:
                 if self.service.engines.get(number) is not None:
-                    self._failed(number, f"it hangs: {e}")
+                    self._failed(number, f"it hangs: {e}" if e.timed_out else str(e))
                 return
             engine.watch()
             self._sleep_if_idle(number, engine)

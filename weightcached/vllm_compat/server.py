@@ -21,7 +21,7 @@ from unittest import mock
 
 from weightcached.engine.child import Activity, Job, say_error
 from weightcached.engine.control import EngineError
-from weightcached.vllm_compat import serve_arguments
+from weightcached.vllm_compat import parked_start, serve_arguments
 
 log = logging.getLogger("vllm.weightcached")
 
@@ -82,6 +82,28 @@ class _KeepCause(logging.Handler):
             say_error(self._path, record.exc_info[1])
 
 
+def _kv_file(error_file: Path) -> Path:
+    return error_file.with_name("kv_cache_bytes")
+
+
+def _read_kv_cache_bytes(job: Job) -> int:
+    """What the engine core found free for its KV cache, per rank; 0 where it did not say."""
+    try:
+        return int(_kv_file(job.error_file).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _tell_kv_cache_bytes(original: Any) -> Any:
+    def determine_available_memory(self: Any) -> list[int]:
+        found: list[int] = original(self)
+        with contextlib.suppress(OSError):
+            _kv_file(Path(os.environ[ERROR_FILE])).write_text(str(min(found)))
+        return found
+
+    return determine_available_memory
+
+
 ERROR_FILE = "WEIGHTCACHED_ENGINE_ERROR_FILE"
 FENCE_FD = "WEIGHTCACHED_ENGINE_FENCE_FD"
 
@@ -97,6 +119,12 @@ def join_engine() -> None:
     if not any(isinstance(handler, _KeepCause) for handler in logger.handlers):
         logger.addHandler(_KeepCause(Path(path)))
     _hand_on(int(os.environ[FENCE_FD]))
+    from vllm.v1.executor.abstract import Executor
+
+    if not hasattr(Executor.determine_available_memory, "original"):
+        original = Executor.determine_available_memory
+        Executor.determine_available_memory = _tell_kv_cache_bytes(original)
+        Executor.determine_available_memory.original = original
 
 
 def _hand_on(fd: int) -> None:
@@ -121,7 +149,7 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs(f"{job.service}/{job.number}")
-    args = serve_arguments.parse(job.arguments)
+    args = serve_arguments.parse(_arguments(job))
     args.host, args.port = job.host or None, job.port
     private = copy.copy(args)
     private.uds = str(job.private_socket)
@@ -136,7 +164,35 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
         with mock.patch.object(entry, "serve_http", serve):
             serving = asyncio.ensure_future(entry.build_and_serve(client, address, sock, args))
             server = await _started(serving, apps)
-        yield VllmEngine(client, server, serving)
+        yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping())
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    """The arguments of this engine. Raises EngineError where it could not start parked.
+
+    On a GPU it sleeps with our back end, which lets it start beside another one. On the CPU, where
+    vLLM cannot sleep, it parks awake: it keeps its KV cache.
+    """
+    from vllm.platforms import current_platform
+
+    arguments = dict(job.arguments)
+    if not current_platform.is_cuda():
+        return arguments
+    maps = arguments.get("load_format") in parked_start.LOAD_FORMATS
+    if maps:
+        arguments.setdefault("enable_sleep_mode", True)
+        arguments.setdefault("sleep_mode_backend", parked_start.BACKEND)
+    if job.parked:
+        if not maps:
+            raise EngineError(
+                f"load_format {arguments.get('load_format')} does not map its weights, so no standby can start beside "
+                "it: write load_format: ipc_cache, or standby: 0"
+            )
+        options = dict(arguments.get("model_loader_extra_config") or {})
+        arguments["model_loader_extra_config"] = {**options, "start_parked": True}
+        if job.kv_cache_bytes:
+            arguments.setdefault("kv_cache_memory_bytes", job.kv_cache_bytes)
+    return arguments
 
 
 async def _started(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
@@ -153,7 +209,10 @@ async def _started(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
 class VllmEngine:
     """One engine, asked by its supervisor."""
 
-    def __init__(self, client: Any, server: Any, serving: asyncio.Future[Any]) -> None:
+    def __init__(
+        self, job: Job, client: Any, server: Any, serving: asyncio.Future[Any], *, asleep: bool
+    ) -> None:
+        self._job = job
         self._client = client
         self._server = server
         self._serving = serving
@@ -161,7 +220,7 @@ class VllmEngine:
         # Connections that came by the public socket.
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
         self._sleeps = bool(client.vllm_config.model_config.enable_sleep_mode)
-        self._asleep = False
+        self._asleep = asleep
 
     @property
     def asleep(self) -> bool:
@@ -170,7 +229,12 @@ class VllmEngine:
     @property
     def facts(self) -> dict[str, Any]:
         cache = self._client.vllm_config.cache_config
-        return {"asleep": self._asleep, "sleeps": self._sleeps, "kv_blocks": cache.num_gpu_blocks}
+        return {
+            "asleep": self._asleep,
+            "sleeps": self._sleeps,
+            "kv_blocks": cache.num_gpu_blocks,
+            "kv_cache_bytes": _read_kv_cache_bytes(self._job),
+        }
 
     async def ping(self) -> Activity:
         # /health sees only a flag; this goes through the core's loop, which a hung step blocks.
