@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import vllm
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
@@ -37,6 +38,7 @@ from weightcached.system.paths import socket_path
 from weightcached.vllm_compat import build, drafts, parked_start
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.key import build_key
+from weightcached.vllm_compat.versions import warn_of_unseen
 
 log = init_logger("vllm.weightcached")
 
@@ -192,6 +194,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return kept.decision
 
     def _first_decision(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
+        warn_of_unseen(log, vllm.__version__)
         try:
             attachment = self._attach(vllm_config, model_config)
         except Exception as e:
