@@ -188,10 +188,12 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
             log.warning("%s", warning)
     if job.rendezvous is None:
         with rank.solo_rank(vllm_config, job.rank):
+            rank.init_workspace(vllm_config)
             _load(job, daemon, backend, vllm_config, model_config, None)
         return
     daemon.phase("meeting")
     with group.group_rank(vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)) as peers:
+        rank.init_workspace(vllm_config)
         _load(job, daemon, backend, vllm_config, model_config, peers)
 
 
@@ -252,7 +254,6 @@ def _load(
             yield build.build_on_meta(vllm_config, model_config)
 
     total = sum(file.size for file in key.checkpoint.files)
-    solo_rank.init_workspace(vllm_config, stage)
     _check_memory(job, backend, built, vllm_config)
     daemon.phase("weights", total)
     counter = Counter(daemon, total)

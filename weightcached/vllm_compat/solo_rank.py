@@ -22,6 +22,7 @@ import torch.distributed
 from torch import nn
 
 from weightcached.errors import LoadError, ManifestError
+from weightcached.vllm_compat.build import stage_of_platform
 from weightcached.wire.loader_job import LoaderJob
 
 ByteCounter = Callable[[int], None]
@@ -209,11 +210,11 @@ def _count_weights(model: nn.Module, count: ByteCounter) -> nn.Module:
     return model
 
 
-def init_workspace(vllm_config: Any, stage: str) -> None:
+def init_workspace(vllm_config: Any) -> None:
     """Attention backends may take workspace when they are constructed, as they do in an engine's
     worker.
     """
-    if stage != "processed":
+    if stage_of_platform() != "processed":
         return
     from vllm.v1.worker.workspace import init_workspace_manager
 
