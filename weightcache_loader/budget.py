@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weightcached.wire.messages import CacheStatus
+from weightcached.wire.resident import Held
 
 # Left free beside an engine whose utilization would leave more: what its neighbours and the driver take on top.
 _HEADROOM = 0.08
@@ -62,7 +62,7 @@ def best_utilization(device: Device, *, own: int, others: int) -> float | None:
     return None
 
 
-def cost(device: Device, caches: Sequence[CacheStatus], nbytes: int) -> str:
+def cost(device: Device, caches: Sequence[Held], nbytes: int) -> str:
     """What to tell of an engine that starts with less."""
     return (
         f"the KV cache is {size_text(nbytes)} smaller than on an empty device: of {size_text(device.total)} the daemon "
@@ -70,11 +70,9 @@ def cost(device: Device, caches: Sequence[CacheStatus], nbytes: int) -> str:
     )
 
 
-def no_room(
-    device: Device, caches: Sequence[CacheStatus], *, own: int, left: int, needed: int
-) -> str:
+def no_room(device: Device, caches: Sequence[Held], *, own: int, left: int, needed: int) -> str:
     """What to tell of an engine that cannot start beside what the daemon holds."""
-    others = sum(cache.bytes for cache in caches)
+    others = sum(cache.nbytes for cache in caches)
     lower = best_utilization(device, own=own, others=others)
     what = f", its weights alone take {size_text(needed)}" if needed > left > 0 else ""
     mend = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
@@ -85,24 +83,24 @@ def no_room(
     )
 
 
-def listed(caches: Sequence[CacheStatus]) -> str:
+def listed(caches: Sequence[Held]) -> str:
     """E.g. `a/target 14.9 GiB (pid 12, 14), b/target 1.7 GiB (no engine)`."""
-    return ", ".join(f"{c.name} {size_text(c.bytes)} ({_engines(c)})" for c in caches)
+    return ", ".join(f"{c.cache} {size_text(c.nbytes)} ({_engines(c)})" for c in caches)
 
 
-def _engines(cache: CacheStatus) -> str:
+def _engines(cache: Held) -> str:
     if not cache.engines:
         return "no engine"
     return f"pid {', '.join(str(engine.pid) for engine in cache.engines)}"
 
 
-def remedies(caches: Sequence[CacheStatus]) -> str:
+def remedies(caches: Sequence[Held]) -> str:
     """The two commands that help."""
     # One that no engine maps is lost to nobody.
     first = min(caches, key=lambda cache: len(cache.engines))
     return (
-        f"'weightcachectl drop {first.name}' frees that cache, a lower --gpu-memory-utilization of the engines on this "
-        "device leaves room for one more"
+        f"'weightcachectl drop {first.cache}' frees that cache, a lower --gpu-memory-utilization of this device's "
+        "engines leaves room for more"
     )
 
 

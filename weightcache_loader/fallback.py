@@ -17,7 +17,8 @@ from weightcached.errors import OutOfDeviceMemoryError, WeightcachedError
 from weightcached.segments.api import open_backend
 from weightcached.wire import resident as resident_file
 from weightcached.wire.connection import Connection
-from weightcached.wire.messages import CacheStatus, Fallback, Status, StatusReply
+from weightcached.wire.messages import Fallback, Status, StatusReply
+from weightcached.wire.resident import Held
 
 # How often this process did not use a cache, by reason code; with fallback off as well, when the
 # reason is raised.
@@ -38,9 +39,7 @@ _WITHOUT_STATUS = frozenset(
 _STATUS_TIMEOUT_S = 2.0
 
 
-def check_room(
-    needed: int, device: str, caches: Sequence[CacheStatus], reason: WeightcachedError
-) -> None:
+def check_room(needed: int, device: str, caches: Sequence[Held], reason: WeightcachedError) -> None:
     """Refuse a load from disk that is proven not to fit beside what the daemon holds.
 
     Raises OutOfDeviceMemoryError with needed, free, and how to go on.
@@ -77,24 +76,33 @@ def report(socket: Path, reason: WeightcachedError) -> None:
         connection.request(Fallback(reason=reason.code), _STATUS_TIMEOUT_S)
 
 
-def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[CacheStatus]:
+def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[Held]:
     """What the daemon on this socket holds: as it says, or, where it cannot be asked, as it last wrote down.
 
     `reasons`: what an engine was told before; a daemon that was silent then is not asked again.
     """
-    asked = None
-    if not any(reason.code in _WITHOUT_STATUS for reason in reasons):
-        asked = _asked(socket)
+    codes = {reason.code for reason in reasons}
+    if "wrong-device" in codes:
+        return []
+    asked = None if codes & _WITHOUT_STATUS else _asked(socket)
     if asked is None:
         written = resident_file.read(socket)
-        asked = written.caches if written is not None else []
-    return [cache for cache in asked if cache.bytes]
+        return written.generations if written is not None else []
+    return asked
 
 
-def _asked(socket: Path) -> list[CacheStatus] | None:
+def may_come_back(socket: Path) -> bool:
+    """Whether a daemon that does not listen held something and did not end as it was told to: its manager
+    restarts it.
+    """
+    written = resident_file.read(socket)
+    return written is not None and bool(written.generations) and not written.stopped
+
+
+def _asked(socket: Path) -> list[Held] | None:
     try:
         with Connection.connect(socket, timeout_s=_STATUS_TIMEOUT_S, purpose="ctl") as connection:
             reply = connection.request(Status(), _STATUS_TIMEOUT_S)
     except (WeightcachedError, OSError):
         return None
-    return reply.caches if isinstance(reply, StatusReply) else None
+    return resident_file.held(reply) if isinstance(reply, StatusReply) else None

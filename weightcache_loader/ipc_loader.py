@@ -39,7 +39,7 @@ from weightcached.vllm_compat import build as engine
 from weightcached.vllm_compat import drafts, room, startup_plan
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.key import build_key
-from weightcached.wire.messages import CacheStatus
+from weightcached.wire.resident import Held
 
 log = init_logger("vllm.weightcached")
 
@@ -129,9 +129,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             return own
         reasons = [decision.reason for decision in found if decision.reason is not None]
         caches = self._resident(vllm_config, reasons)
-        rows = {(cache.name, cache.generation) for cache in caches}
+        rows = {(cache.cache, cache.generation) for cache in caches}
         counted = sum(self._own_bytes(d) for d in found if _generation_of(d) in rows)
-        others = sum(cache.bytes for cache in caches) - counted
+        others = sum(cache.nbytes for cache in caches) - counted
         free, total = memory
         device = budget.Device(total, free, vllm_config.cache_config.gpu_memory_utilization)
         external = budget.external_bytes(device, own=own, others=others)
@@ -142,7 +142,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self,
         vllm_config: Any,
         found: Sequence[Decision],
-        caches: Sequence[CacheStatus],
+        caches: Sequence[Held],
         device: budget.Device,
         own: int,
         external: int,
@@ -151,7 +151,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         weights from disk are proven not to fit.
         """
         mapped = {_generation_of(decision) for decision in found}
-        due = [c for c in caches if (c.name, c.generation) not in mapped] or list(caches)
+        due = [c for c in caches if (c.cache, c.generation) not in mapped] or list(caches)
         left = budget.engine_bytes(device, external)
         needed = sum(decision.needed for decision in found)
         fixed = vllm_config.cache_config.kv_cache_memory_bytes is not None
@@ -162,9 +162,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if external > own:
             log.warning("%s", budget.cost(device, due, external - own))
 
-    def _resident(
-        self, vllm_config: Any, reasons: Sequence[WeightcachedError]
-    ) -> list[CacheStatus]:
+    def _resident(self, vllm_config: Any, reasons: Sequence[WeightcachedError]) -> list[Held]:
         try:
             return fallback.resident(self._socket_path(vllm_config), reasons)
         except WeightcachedError as e:
@@ -272,13 +270,15 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
         check_supported(vllm_config, self.options)
+        socket = self._socket_path(vllm_config)
         attachment = client.attach(
-            self._socket_path(vllm_config),
+            socket,
             build_key(vllm_config, model_config, role=self.options.role),
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
             device=engine.device_of_worker(vllm_config.parallel_config),
             identity=self.options.identity,
+            patient=not self.options.fallback or fallback.may_come_back(socket),
         )
         if (stage := engine.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()

@@ -17,10 +17,28 @@ import msgspec
 
 from weightcached.errors import RuntimePathError
 from weightcached.system.paths import check_private_dir
-from weightcached.wire.messages import CacheStatus
+from weightcached.wire.messages import EngineStatus, StatusReply
 
 MAX_BYTES = 1 << 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """Device memory of one generation, and the engines that map it."""
+
+    cache: str
+    generation: int
+    nbytes: int
+    engines: list[EngineStatus]
+
+
+def held(status: StatusReply) -> list[Held]:
+    """What a daemon holds by its own account."""
+    return [
+        Held(cache=c.name, generation=c.generation, nbytes=c.bytes, engines=c.engines)
+        for c in status.caches
+        if c.bytes
+    ]
 
 
 class Resident(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +48,7 @@ class Resident(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     boot_id: str
-    caches: list[CacheStatus]
+    generations: list[Held]
     stopped: bool = False
 
 
