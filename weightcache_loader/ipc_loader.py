@@ -35,12 +35,7 @@ from weightcached.errors import (
 from weightcached.model import bind
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.paths import socket_path
-<<<<<<< HEAD
-from weightcached.vllm_compat import build as engine
-from weightcached.vllm_compat import drafts, room, startup_plan
-=======
-from weightcached.vllm_compat import build, drafts, parked_start
->>>>>>> main
+from weightcached.vllm_compat import build, drafts, parked_start, room, startup_plan
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.key import build_key
 from weightcached.wire.resident import Held
@@ -91,14 +86,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has of its own.
         Raises OutOfDeviceMemoryError where even so there is no room.
         """
-<<<<<<< HEAD
-        found = [self._decided(vllm_config, vllm_config.model_config)]
-=======
         if parked_start.starts_parked(vllm_config):
             parked_start.check(vllm_config)
             parked_start.do_not_check_free_memory()
-        total = self._external_bytes(vllm_config, vllm_config.model_config)
->>>>>>> main
+        found = [self._decided(vllm_config, vllm_config.model_config)]
         if drafts.loads_here(vllm_config):
             config = drafts.draft_config(vllm_config)
             # vLLM asks once, the target's loader, for both; the draft's own is made later, from the
@@ -106,10 +97,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             if isinstance(
                 loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader
             ):
-<<<<<<< HEAD
                 found.append(loader._decided(config, config.speculative_config.draft_model_config))
         if any(decision.attachment is not None for decision in found):
-            engine.freeze_heap()
+            build.freeze_heap()
         external = self._external_bytes(vllm_config, found)
         startup_plan.note(
             vllm_config.cache_config.gpu_memory_utilization,
@@ -117,14 +107,6 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             [self._source(decision) for decision in found],
         )
         return external
-=======
-                total += loader._external_bytes(
-                    config, config.speculative_config.draft_model_config
-                )
-        if total:
-            build.freeze_heap()
-        return total
->>>>>>> main
 
     def _decided(self, vllm_config: Any, model_config: Any) -> Decision:
         self._take_role(vllm_config, model_config)
@@ -143,7 +125,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def _external_bytes(self, vllm_config: Any, found: Sequence[Decision]) -> int:
         own = sum(self._own_bytes(decision) for decision in found)
-        memory = engine.device_memory()
+        memory = build.device_memory()
         if memory is None:
             # Nothing is budgeted there.
             return own
@@ -152,6 +134,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         rows = {(cache.cache, cache.generation) for cache in caches}
         counted = sum(self._own_bytes(d) for d in found if _generation_of(d) in rows)
         others = sum(cache.nbytes for cache in caches) - counted
+        if parked_start.starts_parked(vllm_config):
+            # Beside an engine that has the device's memory now, and will give it back first.
+            return own + others
         free, total = memory
         device = budget.Device(total, free, vllm_config.cache_config.gpu_memory_utilization)
         external = budget.external_bytes(device, own=own, others=others)
@@ -427,18 +412,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             return 0, None
         needed = 0
         try:
-<<<<<<< HEAD
             if caches := self._resident(vllm_config, [reason]):
                 needed = self._least_bytes(vllm_config, model_config)
-                device = engine.device_of_worker(vllm_config.parallel_config)
+                device = build.device_of_worker(vllm_config.parallel_config)
                 fallback.check_room(needed, device, caches, reason)
-=======
-            device = build.device_of_worker(vllm_config.parallel_config)
-            socket = self._socket_path(vllm_config)
-            fallback.check_room(
-                vllm_config, model_config, device, socket, self.options.fallback_load_format, reason
-            )
->>>>>>> main
         except OutOfDeviceMemoryError as e:
             return needed, e
         except Exception as e:
@@ -447,8 +424,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return needed, None
 
     def _least_bytes(self, vllm_config: Any, model_config: Any) -> int:
-        with engine.collection_paused(), engine.isolated_build(vllm_config, keep=False):
-            model = engine.build_on_meta(vllm_config, model_config)
+        with build.collection_paused(), build.isolated_build(vllm_config, keep=False):
+            model = build.build_on_meta(vllm_config, model_config)
             return room.least_bytes(model, vllm_config)
 
     def _disk_loader(self) -> Any:
