@@ -108,14 +108,14 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         )
         return external
 
-    def _decided(self, vllm_config: Any, model_config: Any) -> Decision:
+    def _decided(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         self._take_role(vllm_config, model_config)
         return self._decide(vllm_config, model_config)
 
-    def _source(self, decision: Decision) -> str:
+    def _source(self, decision: AttachOutcome) -> str:
         return self.options.mode if decision.attachment is not None else "disk"
 
-    def _own_bytes(self, decision: Decision) -> int:
+    def _own_bytes(self, decision: AttachOutcome) -> int:
         """What the engine maps instead of allocating it, or copies and gives back."""
         if decision.attachment is None:
             return 0
@@ -123,7 +123,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             return decision.attachment.ready.nbytes
         return sum(s.nbytes for s in decision.attachment.tensor_index.segments if not s.private)
 
-    def _external_bytes(self, vllm_config: Any, found: Sequence[Decision]) -> int:
+    def _external_bytes(self, vllm_config: Any, found: Sequence[AttachOutcome]) -> int:
         own = sum(self._own_bytes(decision) for decision in found)
         memory = build.device_memory()
         if memory is None:
@@ -146,7 +146,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     def _tell_cost(
         self,
         vllm_config: Any,
-        found: Sequence[Decision],
+        found: Sequence[AttachOutcome],
         caches: Sequence[Held],
         device: budget.Device,
         own: int,
@@ -437,7 +437,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return get_model_loader(disk)
 
 
-def _generation_of(decision: Decision) -> tuple[str, int] | None:
+def _generation_of(decision: AttachOutcome) -> tuple[str, int] | None:
     attachment = decision.attachment
     return (attachment.ready.cache, attachment.ready.generation) if attachment else None
 

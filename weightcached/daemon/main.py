@@ -357,7 +357,7 @@ class Daemon:
         if now == self._written:
             return
         try:
-            resident.write(self._place.socket, now)
+            resident.write(self._endpoint.socket, now)
         except OSError as e:
             # Said once for each state; whoever reaches us asks us.
             log.warning("cannot write what is resident error=%s", e)
