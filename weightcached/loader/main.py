@@ -17,8 +17,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -187,12 +187,14 @@ def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
             log.warning("%s", warning)
     if job.rendezvous is None:
         with solo_rank.solo_rank(vllm_config, job.rank):
+            solo_rank.init_workspace(vllm_config)
             _load(job, daemon, backend, vllm_config, model_config, None)
         return
     daemon.phase("meeting")
     with group_rank.group_rank(
         vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)
     ) as peers:
+        solo_rank.init_workspace(vllm_config)
         _load(job, daemon, backend, vllm_config, model_config, peers)
 
 
@@ -253,7 +255,7 @@ def _load(
             yield build.build_on_meta(vllm_config, model_config)
 
     total = sum(file.size for file in key.checkpoint.files)
-    _check_memory(job, backend, total, vllm_config, model_config)
+    _check_memory(job, backend, built, vllm_config)
     daemon.phase("weights", total)
     counter = Counter(daemon, total)
     model = solo_rank.load_for_stage(vllm_config, model_config, stage, counter)
@@ -344,14 +346,18 @@ class Counter:
 
 
 def _check_memory(
-    job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any, model_config: Any
+    job: LoaderJob,
+    backend: Backend,
+    built: Callable[[], AbstractContextManager[Any]],
+    vllm_config: Any,
 ) -> None:
     """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who
     holds the memory.
     """
-    from weightcached.vllm_compat.room import least_bytes
+    from weightcached.vllm_compat import room
 
-    needed = least_bytes(checkpoint_bytes, vllm_config, model_config)
+    with built() as bare:
+        needed = room.least_bytes(bare, vllm_config)
     free, total = backend.free_bytes()
     if needed <= free:
         return
