@@ -1,9 +1,9 @@
 """The loader child's life: read the job, load, pack, prove, hand over, tune, exit.
 
 Started by the daemon with the interpreter of the model's engine. Its job comes as JSON on standard
-input, what it has to say goes over the inherited socket, its log to standard error. Whatever fails
-is told as LoaderFailed and ends the process with status 1; the daemon drops what has not been
-handed over completely.
+input, its messages go over the inherited socket, its log to standard error. A failure is sent as
+LoaderFailed and ends the process with status 1, or 78 if a retry is pointless; the daemon drops an
+incomplete delivery.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class DaemonChannel:
             )
 
     def wait_for_turn(self) -> None:
-        """Wait until the device is free for this load. Raises LoadError when the daemon goes away
-        instead.
-        """
+        """Wait until the device is free for this load. Raises LoadError if the daemon goes away."""
         self.phase("waiting")
         if not self._sock.recv(len(YOUR_TURN)):
             raise LoadError("the daemon hung up before this load had its turn")
@@ -149,7 +147,7 @@ def _die_with_parent() -> None:
 
 
 def _prefer_for_oom_killer() -> None:
-    # The loader can be started again; what the daemon and the engines hold cannot.
+    # The kernel should kill the loader first: it can be started again.
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
         score.write("800")
 
@@ -160,7 +158,7 @@ def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
     gc.disable()
     # A context takes device memory, which is for the load whose turn it is.
     backend = None if job.waits else _open(job.device)
-    # Before vLLM's imports, which take seconds: a checkpoint that is not there is said at once.
+    # Before vLLM's imports, which take seconds: a missing checkpoint fails at once.
     _check_checkpoint(job)
     daemon.phase("importing")
     import torch
@@ -351,9 +349,7 @@ def _check_memory(
     built: Callable[[], AbstractContextManager[Any]],
     vllm_config: Any,
 ) -> None:
-    """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who
-    holds the memory.
-    """
+    """Refuse before loading. Raises OutOfDeviceMemoryError: needed, free, and who holds memory."""
     from weightcached.vllm_compat import room
 
     with built() as bare:
