@@ -189,6 +189,7 @@ class Daemon:
             boot_id=_boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
+            unmap_parked=self.leases.unmap_parked,
         )
         self._place = place
         # Why there is no socket any more and none could be made, or "".
