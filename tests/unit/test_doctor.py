@@ -65,6 +65,7 @@ class Machine:
             list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get
         )
         monkeypatch.setitem(sys.modules, "weightcached.system.gpus", devices)
+        self.processor("fpu avx avx2 avx512f avx512dq avx512bw avx512vl amx_tile")
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
         self.failed_units = self.active_units = ""
 
@@ -72,6 +73,11 @@ class Machine:
         self.manifest.write_text(
             f"version: 1\nmodels:\n  - {{name: a, devices: {devices}, engine: {{model: o/m}}, python: {self.python}}}\n"
         )
+
+    def processor(self, flags: str) -> None:
+        cpuinfo = self.base / "cpuinfo"
+        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n\n")
+        self.monkeypatch.setattr(doctor, "CPUINFO", cpuinfo)
 
     def interpreter(self, **changed: object) -> None:
         """An interpreter whose environment has what is said; with the versions that the test
@@ -134,8 +140,21 @@ def test_healthy_machine_has_only_ok_findings(machine: Machine) -> None:
         f"ok    cache directory: {machine.base}/cache/weightcached",
         f"ok    manifest: {machine.manifest}: a",
         f"ok    plug-in: {machine.python}: vLLM 0.32.0, torch 2.11",
+        "ok    processor: AVX-512: vLLM's CPU build runs 4-bit weights too",
         f"ok    socket: {socket}: pid 77, ready",
     ]
+
+
+def test_formats_that_need_avx512_are_named_if_a_model_is_placed_on_the_cpu(
+    machine: Machine,
+) -> None:
+    machine.processor("fpu avx avx2")
+    (finding,) = machine.findings("processor")
+    assert finding.text == (
+        "no AVX-512: engines of vLLM's CPU build end on 4-bit weights (AWQ, GPTQ, W4A16), from disk too"
+    )
+    machine.place(f"[{GPU}]")
+    assert machine.findings("processor") == []
 
 
 def test_failure_exits_1_and_a_warning_does_not(machine: Machine) -> None:

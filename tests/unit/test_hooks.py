@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from bench.checkpoints import llama_config, write_checkpoint
-from tests.fakes.models import CPU, Packed
+from tests.fakes.models import CPU, Packed, on_meta
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName, TensorIndex
 from weightcached.model.plans import HookFailure, HooksFailedError
@@ -250,32 +250,41 @@ def test_methods_are_as_they_were_afterwards(suited: Model, proven: TensorIndex)
 # ---- what an engine shares
 
 
+MLA = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
+LATENT = "model.layers.1.self_attn.mla_attn.mla_attn"
+
+
+@pytest.fixture(scope="module")
+def latent(configured: Callable[..., Any], load: Load) -> Callable[..., Model]:
+    """Load a model with multi-head latent attention, by the attention back end that is named, or
+    vLLM's own choice for this processor.
+    """
+
+    def latent(**arguments: Any) -> Model:
+        config = llama_config(
+            hidden=128, intermediate=256, layers=2, heads=4, kv_heads=4, vocab=512, dtype="bfloat16", tied=False
+        ) | {
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 2,
+            "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "kv_lora_rank": 64, "q_lora_rank": None, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        }  # fmt: skip
+        del config["head_dim"]
+        absorbed = dict.fromkeys(("kv_a_proj_with_mqa", "q_proj", "kv_b_proj", "o_proj"), "Method")
+        return load(configured(config, load_format="dummy", **arguments), **absorbed)
+
+    return latent
+
+
 def test_absorption_of_mla_writes_into_nothing_that_is_shared(
-    configured: Callable[..., Any], load: Load
+    latent: Callable[..., Model],
 ) -> None:
     """The hook of the attention layer copies into its results where they are there already."""
-    shape = {
-        "hidden": 128,
-        "intermediate": 256,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 4,
-        "vocab": 512,
-    }
-    config = llama_config(**shape, dtype="bfloat16", tied=False) | {
-        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 2,
-        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "kv_lora_rank": 64, "q_lora_rank": None, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
-    }  # fmt: skip
-    del config["head_dim"]
-    absorbed = dict.fromkeys(("kv_a_proj_with_mqa", "q_proj", "kv_b_proj", "o_proj"), "Method")
-    model = load(configured(config, load_format="dummy"), **absorbed)
+    # With AMX vLLM would take another back end, which does not absorb.
+    model = latent(attention_backend="CPU_MLA")
     index = model.prove()
-    attention = "model.layers.1.self_attn.mla_attn.mla_attn"
-    mla = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
-    assert plan_of(index, attention) == ("replay", mla, [], WRITES)
+    assert plan_of(index, LATENT) == ("replay", MLA, [], WRITES)
     attached = model.attach(index)
-    layer = attached.get_submodule(attention)
+    layer = attached.get_submodule(LATENT)
     shared = {
         index.storages[record.storage or 0].segment
         for record in index.tensors
@@ -288,6 +297,24 @@ def test_absorption_of_mla_writes_into_nothing_that_is_shared(
     assert model.packed.but(index=index).prove(model.hooks, index.modules) == index, (
         "the bytes are as they were"
     )
+
+
+def test_mla_that_packs_its_weights_for_amx_is_restored(latent: Callable[..., Model]) -> None:
+    """The operator that packs them has no fake, so that the hook cannot be replayed."""
+    model = latent()
+    backend = on_meta(model.packed.build).get_submodule(LATENT).attn_backend.get_name()
+    if backend != "AMX_MLA":
+        pytest.skip(f"vLLM runs MLA with {backend} on this processor, AMX_MLA needs AMX")
+    index = model.prove()
+    plan, method, _, reason = plan_of(index, LATENT)
+    assert (plan, method) == ("restore", MLA)
+    assert reason.endswith("the operator _C.convert_weight_packed.default has no fake")
+    assert model.packed.but(index=index).prove(model.hooks, index.modules) == index, (
+        "the bytes are as they were"
+    )
+    attached = model.attach(index)
+    assert attached.get_submodule(LATENT).impl._w_uk_packed.shape == (4, 64, 64)
+    assert attached.model.layers[1].self_attn.kv_b_proj.weight.numel() == 0
 
 
 def test_model_of_an_isolated_build_is_freed_though_it_would_be_compiled(
