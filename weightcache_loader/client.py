@@ -60,6 +60,7 @@ _SILENCE_S = 30.0
 _STALL_S = 120.0
 _PHASES_WITHOUT_BYTES = ("queued", "digest", "tuning")
 _REJOIN_FIRST_S = 0.2
+_DAEMON_AWAY = frozenset({"no-daemon", "connection-lost"})
 _REJOIN_MAX_S = 2.0
 # A lease that is closed while it connects and asks may take two deadlines to notice.
 _JOIN_S = 3 * _REJOIN_MAX_S
@@ -116,6 +117,20 @@ def attach(
     except BaseException:
         connection.close()
         raise
+
+
+def patiently(attach: Callable[[], Attachment]) -> Attachment:
+    """Attach, trying again for half a minute while no daemon answers: a unit that died is started
+    again. Raises the last reason.
+    """
+    deadline_s = time.monotonic() + _SILENCE_S
+    while True:
+        try:
+            return attach()
+        except WeightCacheUnavailableError as e:
+            if e.code not in _DAEMON_AWAY or time.monotonic() >= deadline_s:
+                raise
+        time.sleep(_REJOIN_FIRST_S)
 
 
 def _connect(path: Path, timeout_s: float) -> Connection:

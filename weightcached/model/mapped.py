@@ -34,9 +34,12 @@ log = logging.getLogger("vllm.weightcached")
 class Attachment(Protocol):
     """As client.Attachment."""
 
-    ready: Ready
-    tensor_index: TensorIndex
-    fds: list[OwnedFd]
+    @property
+    def ready(self) -> Ready: ...
+    @property
+    def tensor_index(self) -> TensorIndex: ...
+    @property
+    def fds(self) -> list[OwnedFd]: ...
 
     def close(self) -> None: ...
 
@@ -76,7 +79,7 @@ class MappedModel:
         self.state = State.AWAKE
         self._index = attachment.tensor_index
         self._mapping = mapping
-        self._storages = storages
+        self._storages: Storages | None = storages
         self._attach = attach
         self._new_lease = lease
         # The lease's thread unmaps, the engine's does all else.
@@ -87,6 +90,11 @@ class MappedModel:
     @property
     def cache(self) -> str:
         return self.ready.cache
+
+    @property
+    def can_change(self) -> bool:
+        """Whether other memory can come under the mapping."""
+        return self._mapping is not None
 
     def park(self) -> None:
         """The engine sleeps: from here on the daemon may ask for the room."""
@@ -106,7 +114,7 @@ class MappedModel:
             try:
                 self._mapping.unmap()
             except WeightcachedError as e:
-                log.error("%s stays mapped: %s", self.cache, e)
+                log.error("%s stays mapped: %s", self.cache, str(e))
                 return False
             self.state = State.UNMAPPED
             return True
@@ -165,7 +173,9 @@ class MappedModel:
         self._refresh()
 
     def close(self) -> None:
+        """Give the lease back. The model's tensors are all that keeps the memory mapped then."""
         self._lease.close()
+        self._mapping = self._storages = None
 
     def _check(self, attachment: Attachment) -> None:
         if difference := layout_difference(self._index, attachment.tensor_index):
@@ -199,7 +209,7 @@ class MappedModel:
         )
 
     def _refresh(self) -> None:
-        if self._stale_copies:
+        if self._stale_copies and self._storages is not None:
             self._storages.refresh()
             self._stale_copies = False
 
