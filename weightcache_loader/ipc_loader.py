@@ -33,13 +33,11 @@ from weightcached.errors import (
     WeightCacheUnavailableError,
 )
 from weightcached.index.key import WeightCacheKey
-from weightcached.model import bind as binding
-from weightcached.model import mapped
+from weightcached.model import bind, mapped
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.segments.cuda import CudaMapping
 from weightcached.system.paths import socket_path
-from weightcached.vllm_compat import build as engine
-from weightcached.vllm_compat import drafts, parked_start
+from weightcached.vllm_compat import build, drafts, parked_start
 from weightcached.vllm_compat import worker as vllm_worker
 from weightcached.vllm_compat.build import all_ranks
 from weightcached.vllm_compat.hooks import PostProcessing
@@ -48,7 +46,7 @@ from weightcached.vllm_compat.key import build_key, with_checkpoint_as_now
 log = init_logger("vllm.weightcached")
 
 
-class Decision(NamedTuple):
+class AttachOutcome(NamedTuple):
     """What this process found at its first question: an attachment, or the reason why there is
     none.
     """
@@ -59,7 +57,7 @@ class Decision(NamedTuple):
 
 class _Kept(NamedTuple):
     engine: str
-    decision: Decision
+    decision: AttachOutcome
     # So that its id names nothing else meanwhile.
     speculative_config: Any
 
@@ -105,7 +103,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                     config, config.speculative_config.draft_model_config
                 )
         if total:
-            engine.freeze_heap()
+            build.freeze_heap()
         return total
 
     def _external_bytes(self, vllm_config: Any, model_config: Any) -> int:
@@ -142,10 +140,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     ) -> None:
         mapping, device = self._map(attachment)
         try:
-            storages = binding.Storages(attachment.tensor_index, mapping, device, copy=False)
-            count = binding.copy_into(
-                model, attachment.tensor_index, storages, attributes=attributes
-            )
+            storages = bind.Storages(attachment.tensor_index, mapping, device, copy=False)
+            count = bind.copy_into(model, attachment.tensor_index, storages, attributes=attributes)
         finally:
             mapping.close()
         log.info("copied %d tensors of %s into the model", count, attachment.ready.cache)
@@ -210,8 +206,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if drafts.is_draft(vllm_config, model_config) and not self.options.is_draft:
             self.options = msgspec.structs.replace(self.options, is_draft=True)
 
-    def _decide(self, vllm_config: Any, model_config: Any) -> Decision:
-        """The decision of this engine. Raises its reason, with fallback off, and
+    def _decide(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
+        """The decision of this build. Raises its reason, with fallback off, and
         OutOfDeviceMemoryError.
         """
         role = self.options.role
@@ -238,26 +234,26 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         _decisions[role] = kept
         return kept.decision
 
-    def _first_decision(self, vllm_config: Any, model_config: Any) -> Decision:
+    def _first_decision(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         try:
             attachment = self._attach(vllm_config, model_config)
         except Exception as e:
             # Whatever it is: the other ranks wait to hear of it.
             attachment, reason = None, reason_of(e)
         if all_ranks(attachment is not None, self.options.role):
-            return Decision(attachment, None)
+            return AttachOutcome(attachment, None)
         if attachment is not None:
             attachment.close()
             reason = WeightCacheUnavailableError(
                 "another rank of this engine cannot attach", code="another-rank"
             )
-        return Decision(None, reason)
+        return AttachOutcome(None, reason)
 
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
         check_supported(vllm_config, self.options)
         key = build_key(vllm_config, model_config, role=self.options.role)
         attachment = self._how_to_attach(vllm_config)(key)
-        if (stage := engine.stage_of_platform()) != attachment.tensor_index.stage:
+        if (stage := build.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()
             raise CacheConfigMismatchError(
                 f"the cache holds {attachment.tensor_index.stage} weights, this engine needs {stage}"
@@ -271,7 +267,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             self._socket_path(vllm_config),
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
-            device=engine.device_of_worker(vllm_config.parallel_config),
+            device=build.device_of_worker(vllm_config.parallel_config),
             identity=self.options.identity,
         )
 
@@ -279,7 +275,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.socket_path:
             return Path(self.options.socket_path)
         return socket_path(
-            engine.device_of_worker(vllm_config.parallel_config), self.options.directory()
+            build.device_of_worker(vllm_config.parallel_config), self.options.directory()
         )
 
     def _map(self, attachment: client.Attachment) -> tuple[Mapping, torch.device]:
@@ -288,7 +284,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if current_platform.is_cpu():
             backend, device = open_backend("cpu0"), torch.device("cpu")
         else:
-            backend = open_backend(engine.gpu_of_worker())
+            backend = open_backend(build.gpu_of_worker())
             device = torch.device("cuda", torch.cuda.current_device())
         return backend.map(
             attachment.fds, [s.nbytes for s in attachment.tensor_index.segments]
@@ -299,9 +295,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     ) -> nn.Module | WeightcachedError:
         model: nn.Module | None = None
         mapping: Mapping | None = None
-        storages: binding.Storages | None = None
+        storages: bind.Storages | None = None
         reason: WeightcachedError | None = None
-        with engine.collection_paused(), engine.isolated_build(vllm_config, keep=True) as build:
+        with build.collection_paused(), build.isolated_build(vllm_config, keep=True) as building:
             try:
                 model, mapping, storages = self._build(
                     vllm_config, model_config, prefix, attachment
@@ -313,7 +309,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                 reason = WeightCacheUnavailableError(
                     "another rank of this engine failed to attach", code="another-rank"
                 )
-            build.keep = model is not None
+            building.keep = model is not None
         if model is None or storages is None:
             attachment.close()
             assert reason is not None
@@ -331,15 +327,15 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         model: nn.Module,
         attachment: client.Attachment,
         mapping: Mapping | None,
-        storages: binding.Storages,
+        storages: bind.Storages,
     ) -> None:
         """Hold the lease for as long as the model lives, and let it sleep and take new weights."""
         path, attach = self._socket_path(vllm_config), self._how_to_attach(vllm_config)
         key = with_checkpoint_as_now(attachment.tensor_index.key, vllm_config, model_config)
 
-        def lease(held: mapped.Attachment, on_unmap: Callable[[], bool]) -> client.Lease:
+        def lease(held: mapped.Attachment, on_unmap: Callable[[], bool]) -> client.LeaseKeeper:
             assert isinstance(held, client.Attachment)
-            return client.Lease(held.connection, path, held.ready, on_unmap=on_unmap)
+            return client.LeaseKeeper(held.connection, path, held.ready, on_unmap=on_unmap)
 
         mapped.keep(
             model,
@@ -355,21 +351,21 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def _build(
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
-    ) -> tuple[nn.Module, Mapping, binding.Storages]:
+    ) -> tuple[nn.Module, Mapping, bind.Storages]:
         index = attachment.tensor_index
         began = time.perf_counter()
-        model = engine.build_on_meta(vllm_config, model_config, prefix)
+        model = build.build_on_meta(vllm_config, model_config, prefix)
         built = time.perf_counter()
-        if binding.skeleton_of(model) != index.skeleton:
+        if bind.skeleton_of(model) != index.skeleton:
             raise CacheConfigMismatchError(
                 f"{attachment.ready.cache}: the layers that this engine builds differ from the cached ones in a name, "
                 "shape, dtype or kernel class"
             )
         mapping, device = self._map(attachment)
         try:
-            storages = binding.Storages(index, mapping, device, copy=self.options.mode == "copy")
+            storages = bind.Storages(index, mapping, device, copy=self.options.mode == "copy")
             mapped = time.perf_counter()
-            binding.Binder(model, index, storages).attach(
+            bind.Binder(model, index, storages).attach(
                 PostProcessing(model_config, device, stage=index.stage)
             )
         except BaseException:
@@ -414,7 +410,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             fallback.report(self._socket_path(vllm_config), reason)
         except Exception as e:
-            # Not worth an engine.
+            # Not worth an build.
             log.debug("the daemon was not told: %s", e)
 
     def _no_room(
@@ -423,7 +419,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if reason.code == UnsupportedPlatformForIPCError.code:
             return None
         try:
-            device = engine.device_of_worker(vllm_config.parallel_config)
+            device = build.device_of_worker(vllm_config.parallel_config)
             socket = self._socket_path(vllm_config)
             fallback.check_room(
                 vllm_config, model_config, device, socket, self.options.fallback_load_format, reason
@@ -477,7 +473,7 @@ def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
     """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError,
     UnsupportedQuantForIPCError.
     """
-    if not engine.stage_of_platform():
+    if not build.stage_of_platform():
         from vllm.platforms import current_platform
 
         raise UnsupportedPlatformForIPCError(

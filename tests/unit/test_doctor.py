@@ -26,7 +26,7 @@ from weightcached import __version__
 from weightcached.cli import doctor
 from weightcached.cli.doctor import Finding
 from weightcached.cli.weightcachectl import main
-from weightcached.system import host_checks as doctor_host
+from weightcached.system import host_checks
 from weightcached.system.host_checks import lingers
 from weightcached.system.units import install
 
@@ -198,7 +198,7 @@ def test_linger_file_of_a_user_with_odd_characters_is_found(
     machine.monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=name))
     directory = machine.base / "linger"
     directory.mkdir()
-    machine.monkeypatch.setattr(doctor_host, "LINGER_DIR", directory)
+    machine.monkeypatch.setattr(host_checks, "LINGER_DIR", directory)
     assert not lingers(UID)
     (directory / file).touch()
     assert [finding.level for finding in machine.findings("linger")] == ["ok"]

@@ -24,8 +24,7 @@ from tests.fakes.models import CPU, Packed, on_meta
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName, TensorIndex
 from weightcached.model.plans import HookFailure, HooksFailedError
-from weightcached.vllm_compat import build as engine
-from weightcached.vllm_compat import hooks, replay
+from weightcached.vllm_compat import build, hooks, replay
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.wire.loader_job import LoaderJob
 
@@ -83,7 +82,7 @@ Load = Callable[..., Model]
 @pytest.fixture(scope="module")
 def configured(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Write a checkpoint's configuration, or all of it, and have vLLM read it."""
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import solo_rank
 
     def configured(config: dict[str, Any], **arguments: Any) -> Any:
         path = tmp_path_factory.mktemp("model")
@@ -95,7 +94,7 @@ def configured(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
             device="cpu0", cache="t/target", role="target", generation=1, spec_digest="", rank=0, boot_id="",
             socket_fd=0, engine={"model": str(path), "max_model_len": 256, **arguments},
         )  # fmt: skip
-        return rank.create_vllm_config(job)
+        return solo_rank.create_vllm_config(job)
 
     return configured
 
@@ -121,30 +120,30 @@ def load(llama: Any) -> Iterator[Load]:
     """Load a tiny model as the processed stage does, on the CPU."""
     from vllm.config import set_current_vllm_config
 
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import solo_rank
 
     made: list[Packed] = []
 
     def load(config: Any = llama, **changed: str) -> Model:
         methods = SUITED | changed
 
-        def build() -> nn.Module:
+        def bare_model() -> nn.Module:
             config.quant_config.methods = methods
-            with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
-                built: nn.Module = engine.build_on_meta(config, config.model_config)
+            with set_current_vllm_config(config), build.isolated_build(config, keep=False):
+                built: nn.Module = build.build_on_meta(config, config.model_config)
                 return built
 
         config.quant_config.methods = methods
-        with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
-            model = rank.load_for_stage(
+        with set_current_vllm_config(config), build.isolated_build(config, keep=False):
+            model = solo_rank.load_for_stage(
                 config, config.model_config, "processed", lambda nbytes: None
             )
         post = PostProcessing(config.model_config, CPU, stage="processed")
         outputs = outputs_of(model)
-        made.append(Packed.of_loaded(model, build))
-        return Model(made[-1], post, post.first_plans(build()), outputs)
+        made.append(Packed.of_loaded(model, bare_model))
+        return Model(made[-1], post, post.first_plans(bare_model()), outputs)
 
-    with rank.solo_rank(llama, 0):
+    with solo_rank.solo_rank(llama, 0):
         yield load
     for packed in made:
         packed.close()
@@ -322,9 +321,9 @@ def test_model_of_an_isolated_build_is_freed_though_it_would_be_compiled(
 ) -> None:
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(llama), engine.isolated_build(llama, keep=False):
+    with set_current_vllm_config(llama), build.isolated_build(llama, keep=False):
         # What is compiled is the model without its head.
-        compiled = weakref.ref(engine.build_on_meta(llama, llama.model_config).model)
+        compiled = weakref.ref(build.build_on_meta(llama, llama.model_config).model)
     gc.collect()
     assert compiled() is None
 

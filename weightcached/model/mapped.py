@@ -45,7 +45,7 @@ class Attachment(Protocol):
 
 
 class Lease(Protocol):
-    """As client.Lease."""
+    """As client.LeaseKeeper."""
 
     def park(self, parked: bool) -> None: ...
 
