@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -34,9 +34,9 @@ from weightcached.snapshot.files import (
     make_private,
     remove_leftovers,
 )
-from weightcached.system.fds import OwnedFd
+from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.process import die_with_parent
-from weightcached.wire.fetch import hand_out
+from weightcached.wire.fetch import fetch_generation
 
 # Small enough that the allocator gives the same memory again.
 _PIECE_NBYTES = 8 << 20
@@ -77,30 +77,31 @@ def main() -> int:
 def run(job: WriterJob) -> Path:
     """Write the generation and remove older snapshots of its cache. Returns where it is.
 
-    Raises SnapshotError, and what hand_out() raises.
+    Raises SnapshotError, and what fetch_generation() raises.
     """
     root, directory = Path(job.root), cache_directory(Path(job.root), job.device, job.cache)
     for each in (root, directory.parent, directory):
         make_private(each)
     remove_leftovers(directory)
-    handout = hand_out(
+    fetched = fetch_generation(
         job.device, job.cache, for_what="written to a snapshot", socket_dir=Path(job.socket_dir)
     )
-    index = handout.index
+    index = fetched.index
     if index.generation != job.generation:
         raise SnapshotError(
             f"{job.cache} serves generation {index.generation} by now, not {job.generation}"
         )
-    path = directory / handout.ready.index_digest[:16]
-    if not path.exists():
-        # Before anything is written: older ones of this cache make room for it.
-        _make_room(root, directory, index.nbytes, job)
-        backend = open_backend(job.device)
-        mapping = backend.map(handout.fds, [segment.nbytes for segment in index.segments])
-        try:
-            _write(path, index_format.encode(index), index, mapping)
-        finally:
-            mapping.close()
+    data = index_format.encode(index)
+    path = directory / index_format.digest_of(data)[:16]
+    with ExitStack() as undo:
+        undo.callback(close_all, fetched.fds)
+        if not path.exists():
+            # Before anything is written: older ones make room for it.
+            _make_room(root, directory, index.nbytes, job)
+            sizes = [segment.nbytes for segment in index.segments]
+            mapping = open_backend(job.device).map(fetched.fds, sizes)
+            undo.callback(mapping.close)
+            _write(path, data, index, mapping)
     for old in list_snapshots(root, job.device, job.cache)[max(1, job.keep) :]:
         shutil.rmtree(old, ignore_errors=True)
     return path
