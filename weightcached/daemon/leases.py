@@ -59,18 +59,19 @@ class Leases:
     def __init__(self) -> None:
         # A dict as an ordered set.
         self._leases: dict[Lease, None] = {}
-        self._changed = Broadcast()
+        self.changed = Broadcast()
 
     def begin(self, cache: str, generation: int, pid: int) -> Lease:
         lease = Lease(cache, generation, pid)
         self._leases[lease] = None
+        self.changed.fire()
         return lease
 
     def end(self, lease: Lease) -> None:
         """End a lease; one that has ended already is left alone."""
         if lease in self._leases:
             del self._leases[lease]
-            self._changed.fire()
+            self.changed.fire()
 
     def on(self, cache: str, generation: int | None = None) -> list[Lease]:
         """The leases on a cache, or on one generation of it."""
@@ -79,7 +80,7 @@ class Leases:
     async def none_on(self, cache: str, generation: int) -> None:
         """Return once nobody holds this generation."""
         while self.on(cache, generation):
-            await self._changed.wait()
+            await self.changed.wait()
 
     def engines(self, cache: str) -> list[EngineStatus]:
         return [EngineStatus(pid=x.pid, since=x.since) for x in self.on(cache)]

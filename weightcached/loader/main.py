@@ -1,9 +1,9 @@
 """The loader child's life: read the job, load, pack, prove, hand over, tune, exit.
 
 Started by the daemon with the interpreter of the model's engine. Its job comes as JSON on standard
-input, what it has to say goes over the inherited socket, its log to standard error. Whatever fails
-is told as LoaderFailed and ends the process with status 1; the daemon drops what has not been
-handed over completely.
+input, its messages go over the inherited socket, its log to standard error. A failure is sent as
+LoaderFailed and ends the process with status 1, or 78 if a retry is pointless; the daemon drops an
+incomplete delivery.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -51,7 +51,7 @@ def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
     gc.disable()
     # A context takes device memory, which is for the load whose turn it is.
     backend = None if job.waits else _open(job.device)
-    # Before vLLM's imports, which take seconds: a checkpoint that is not there is said at once.
+    # Before vLLM's imports, which take seconds: a missing checkpoint fails at once.
     _check_checkpoint(job)
     daemon.phase("importing")
     import torch
@@ -78,12 +78,14 @@ def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
             log.warning("%s", warning)
     if job.rendezvous is None:
         with solo_rank.solo_rank(vllm_config, job.rank):
+            solo_rank.init_workspace(vllm_config)
             _load(job, daemon, backend, vllm_config, model_config, None)
         return
     daemon.phase("meeting")
     with group_rank.group_rank(
         vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)
     ) as peers:
+        solo_rank.init_workspace(vllm_config)
         _load(job, daemon, backend, vllm_config, model_config, peers)
 
 
@@ -144,7 +146,7 @@ def _load(
             yield build.build_on_meta(vllm_config, model_config)
 
     total = sum(file.size for file in key.checkpoint.files)
-    _check_memory(job, backend, total, vllm_config, model_config)
+    _check_memory(job, backend, built, vllm_config)
     daemon.phase("weights", total)
     counter = Counter(daemon, total)
     model = solo_rank.load_for_stage(vllm_config, model_config, stage, counter)
@@ -235,14 +237,16 @@ class Counter:
 
 
 def _check_memory(
-    job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any, model_config: Any
+    job: LoaderJob,
+    backend: Backend,
+    built: Callable[[], AbstractContextManager[Any]],
+    vllm_config: Any,
 ) -> None:
-    """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who
-    holds the memory.
-    """
-    from weightcached.vllm_compat.room import least_bytes
+    """Refuse before loading. Raises OutOfDeviceMemoryError: needed, free, and who holds memory."""
+    from weightcached.vllm_compat import room
 
-    needed = least_bytes(checkpoint_bytes, vllm_config, model_config)
+    with built() as bare:
+        needed = room.least_bytes(bare, vllm_config)
     free, total = backend.free_bytes()
     if needed <= free:
         return
