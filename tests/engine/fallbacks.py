@@ -307,7 +307,7 @@ def without_room(process: Process) -> Iterator[None]:
     with (
         StubDaemon(process.socket, script),
         mock.patch.object(HostBackend, "free_bytes", return_value=(1 << 20, 4 << 30)),
-        mock.patch("weightcache_loader.fallback.needed_bytes", return_value=2 << 30),
+        mock.patch("weightcached.vllm_compat.room.least_bytes", return_value=2 << 30),
     ):
         yield
 

@@ -138,12 +138,12 @@ def test_a_git_lfs_pointer_is_recognised(path: Path) -> None:
     ],
 )
 def test_what_is_no_json_object_is_refused(path: Path, raw: bytes, fault: str) -> None:
-    assert refusal(write(path, raw)) == f": its header is no safetensors header: {fault}"
+    assert refusal(write(path, raw)) == f": its header is not a safetensors header: {fault}"
 
 
 def test_deep_nesting_is_refused(path: Path) -> None:
     assert refusal(write(path, b'{"a":' + b"[" * 1_000_000)).startswith(
-        ": its header is no safetensors header: "
+        ": its header is not a safetensors header: "
     )
 
 

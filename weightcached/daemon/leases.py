@@ -73,7 +73,7 @@ class Leases:
     def __init__(self) -> None:
         # A dict as an ordered set.
         self._leases: dict[Lease, None] = {}
-        self._changed = Broadcast()
+        self.changed = Broadcast()
 
     def begin(
         self,
@@ -84,13 +84,14 @@ class Leases:
     ) -> Lease:
         lease = Lease(cache, generation, pid, ask_to_unmap)
         self._leases[lease] = None
+        self.changed.fire()
         return lease
 
     def end(self, lease: Lease) -> None:
         """End a lease; one that has ended already is left alone."""
         if lease in self._leases:
             del self._leases[lease]
-            self._changed.fire()
+            self.changed.fire()
 
     def on(self, cache: str, generation: int | None = None) -> list[Lease]:
         """The leases on a cache, or on one generation of it."""
@@ -103,12 +104,12 @@ class Leases:
     async def none_on(self, cache: str, generation: int) -> None:
         """Return once nobody holds this generation."""
         while self.on(cache, generation):
-            await self._changed.wait()
+            await self.changed.wait()
 
     def park(self, lease: Lease, parked: bool) -> None:
         """Take notice that the engine of a lease sleeps, or that it has woken."""
         lease.parked = parked
-        self._changed.fire()
+        self.changed.fire()
 
     async def unmap_parked(
         self, cache: str, generation: int | None = None, *, timeout_s: float = UNMAP_TIMEOUT_S
@@ -122,7 +123,7 @@ class Leases:
         try:
             async with asyncio.timeout(timeout_s):
                 while any(lease in self._leases and lease.parked for lease in asked):
-                    await self._changed.wait()
+                    await self.changed.wait()
         except TimeoutError:
             left = [lease.pid for lease in asked if lease in self._leases and lease.parked]
             log.warning("parked engines do not unmap cache=%s pids=%s", cache, left)

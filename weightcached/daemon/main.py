@@ -42,7 +42,9 @@ from weightcached.errors import (
     RuntimePathError,
 )
 from weightcached.system.paths import check_device, runtime_dir
+from weightcached.wire import resident
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
+from weightcached.wire.resident import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ def _raise_descriptor_limit() -> None:
 
 def _adopt(device: str, store: fdstore.FdStore) -> list[Generation]:
     """Take back what the manager kept for us, before anything can fail for another reason."""
-    expected = fdstore.Expected(device, _boot_id(), fdstore.current_driver(device))
+    expected = fdstore.Expected(device, boot_id(), fdstore.current_driver(device))
     generations = fdstore.adopt(fdstore.inherited(os.environ), expected, store.remove_names)
     for g in generations:
         log.info(
@@ -109,10 +111,6 @@ def _adopt(device: str, store: fdstore.FdStore) -> list[Generation]:
             g.nbytes,
         )
     return generations
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 async def _live(
@@ -186,7 +184,7 @@ class Daemon:
                 LoaderRun, stall_timeout_s=options.stall_timeout_s, command=options.loader_command
             ),
             device=self.device,
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
             unmap_parked=self.leases.unmap_parked,
@@ -203,6 +201,8 @@ class Daemon:
         self._endpoint_turn = asyncio.Lock()
         self._reloads = 0
         self._tasks: set[asyncio.Task[object]] = set()
+        # What stands in the file beside the socket.
+        self._written: resident.Resident | None = None
         for generation in adopted:
             self.caches.adopt(generation)
 
@@ -212,6 +212,7 @@ class Daemon:
         """
         # What was adopted is served before the manifest is even read.
         self._server.start()
+        self._keep(asyncio.create_task(self._write_resident()))
         status = await self._first_reconcile()
         if status is not None:
             self._notifier.status(f"failed: {self._summary()}")
@@ -263,6 +264,7 @@ class Daemon:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.matcher.close()
+        self._write(stopped=True)
         # 3. Engines: they keep what they have mapped.
         await self._server.close_connections()
         # 4. Our descriptors.
@@ -334,6 +336,34 @@ class Daemon:
             counters=self.tally.counters(self.caches, digest_failures=self.matcher.digest_failures),
         )
 
+    async def _write_resident(self) -> None:
+        """Keep the file beside the socket as true as an answer would be."""
+        while True:
+            changed = [self.caches.changed.next(), self.leases.changed.next()]
+            self._write()
+            waits = [asyncio.create_task(event.wait()) for event in changed]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    def _write(self, *, stopped: bool = False) -> None:
+        now = resident.Resident(
+            device=self.device,
+            boot_id=boot_id(),
+            generations=resident.held(self.status()),
+            stopped=stopped,
+        )
+        if now == self._written:
+            return
+        try:
+            resident.write(self._endpoint.socket, now)
+        except OSError as e:
+            # Said once for each state; whoever reaches us asks us.
+            log.warning("cannot write what is resident error=%s", e)
+        self._written = now
+
     def _summary(self) -> str:
         """One line for `systemctl status`."""
         served = [cache.generation for cache in self.caches if cache.generation]
@@ -374,6 +404,8 @@ class Daemon:
                 self._unreachable = str(e)
             else:
                 self._unreachable = ""
+                self._written = None
+                self._write()
                 log.warning(
                     "our socket was removed, it is made again socket=%s", self._endpoint.socket
                 )
