@@ -8,11 +8,9 @@ handed over completely.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -36,6 +34,7 @@ from weightcached.segments.api import Backend, open_backend
 from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
 from weightcached.system.gpus import check_present, holders
 from weightcached.system.paths import is_host_device
+from weightcached.system.process import die_with_parent, prefer_for_oom_killer
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
 from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, decode_job
 from weightcached.wire.messages import (
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weightcached.loader")
 
-_PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 0.2
 
 
@@ -103,8 +101,8 @@ class DaemonChannel:
 
 def main() -> None:
     """Run the job on standard input and exit."""
-    _die_with_parent()
-    _prefer_for_oom_killer()
+    die_with_parent()
+    prefer_for_oom_killer()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
     )
@@ -139,19 +137,6 @@ def _tell(daemon: DaemonChannel, e: BaseException) -> None:
 
 def _is_permanent(e: BaseException) -> bool:
     return isinstance(e, WeightcachedError) and e.exit_status == EXIT_CONFIG
-
-
-def _die_with_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prefer_for_oom_killer() -> None:
-    # The loader can be started again; what the daemon and the engines hold cannot.
-    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
-        score.write("800")
 
 
 def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
