@@ -1,9 +1,9 @@
 """The loader child's life: read the job, load, pack, prove, hand over, tune, exit.
 
 Started by the daemon with the interpreter of the model's engine. Its job comes as JSON on standard
-input, what it has to say goes over the inherited socket, its log to standard error. Whatever fails
-is told as LoaderFailed and ends the process with status 1; the daemon drops what has not been
-handed over completely.
+input, its messages go over the inherited socket, its log to standard error. A failure is sent as
+LoaderFailed and ends the process with status 1, or 78 if a retry is pointless; the daemon drops an
+incomplete delivery.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+<<<<<<< HEAD
 import socket
+=======
+>>>>>>> main
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ import msgspec
 
 from weightcached import __version__
 from weightcached.errors import (
-    EXIT_CONFIG,
     LoadError,
     OutOfDeviceMemoryError,
     SegmentError,
@@ -31,9 +31,10 @@ from weightcached.errors import (
 )
 from weightcached.index import tensors as index_format
 from weightcached.segments.api import Backend, open_backend
-from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
+from weightcached.system.fds import close_all
 from weightcached.system.gpus import check_present, holders
 from weightcached.system.paths import is_host_device
+<<<<<<< HEAD
 from weightcached.system.process import die_with_parent, prefer_for_oom_killer
 from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
 from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, decode_job
@@ -46,12 +47,18 @@ from weightcached.wire.messages import (
     Message,
     encode,
 )
+=======
+from weightcached.wire.delivery import DaemonChannel, run_job
+from weightcached.wire.loader_job import LoaderJob
+from weightcached.wire.messages import LoaderKey
+>>>>>>> main
 
 if TYPE_CHECKING:
     from weightcached.vllm_compat.group_rank import Peers
 
 log = logging.getLogger("weightcached.loader")
 
+<<<<<<< HEAD
 _PROGRESS_INTERVAL_S = 0.2
 
 
@@ -137,6 +144,12 @@ def _tell(daemon: DaemonChannel, e: BaseException) -> None:
 
 def _is_permanent(e: BaseException) -> bool:
     return isinstance(e, WeightcachedError) and e.exit_status == EXIT_CONFIG
+=======
+
+def main() -> None:
+    """Run the job on standard input and exit."""
+    run_job(_run)
+>>>>>>> main
 
 
 def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
@@ -145,7 +158,7 @@ def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
     gc.disable()
     # A context takes device memory, which is for the load whose turn it is.
     backend = None if job.waits else _open(job.device)
-    # Before vLLM's imports, which take seconds: a checkpoint that is not there is said at once.
+    # Before vLLM's imports, which take seconds: a missing checkpoint fails at once.
     _check_checkpoint(job)
     daemon.phase("importing")
     import torch
@@ -289,7 +302,7 @@ def _load(
         mapping = backend.map([fd.dup() for fd in packed.fds], [s.nbytes for s in packed.segments])
         undo.callback(mapping.close)
         index = proof.prove(loaded, index, mapping, device, built=built, hooks=hooks, plans=plans)
-        _hand_over(daemon, index, packed.fds, _peak_bytes(), counter.done)
+        daemon.hand_over(index, packed.fds, peak_bytes=_peak_bytes(), checkpoint_bytes=counter.done)
 
         from weightcached.vllm_compat import tuning
 
@@ -336,9 +349,7 @@ def _check_memory(
     built: Callable[[], AbstractContextManager[Any]],
     vllm_config: Any,
 ) -> None:
-    """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who
-    holds the memory.
-    """
+    """Refuse before loading. Raises OutOfDeviceMemoryError: needed, free, and who holds memory."""
     from weightcached.vllm_compat import room
 
     with built() as bare:
@@ -365,27 +376,3 @@ def _peak_bytes() -> int:
     import torch
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-
-
-def _hand_over(
-    daemon: DaemonChannel,
-    index: index_format.TensorIndex,
-    fds: list[OwnedFd],
-    peak_bytes: int,
-    checkpoint_bytes: int,
-) -> None:
-    daemon.phase("publishing")
-    spent = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in daemon.phases.items())
-    log.info("%s took %.1f s: %s", index.cache, daemon.seconds(), spent)
-    report = index_format.LoadReport(
-        seconds=daemon.seconds(),
-        finished_at=time.time(),
-        phases=daemon.phases,
-        peak_bytes=peak_bytes,
-        checkpoint_bytes=checkpoint_bytes,
-    )
-    data = index_format.encode(msgspec.structs.replace(index, load=report))
-    with sealed_memfd("weightcached-index", data) as index_fd:
-        daemon.send(LoaderIndex(segments=len(fds), peak_bytes=peak_bytes), [index_fd])
-    for first in range(0, len(fds), MAX_PACKET_FDS):
-        daemon.send(Descriptors(first=first), fds[first : first + MAX_PACKET_FDS])

@@ -21,7 +21,7 @@ from weightcached.system.process import ParentDeath
 from weightcached.system.waits import readable
 
 _NOT_STARTED = 127
-# What an event loop handles, and what Python ignores; a new program wants the default.
+# Signals that an event loop handles or Python ignores; a new program needs the default.
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 
 
