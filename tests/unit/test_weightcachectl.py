@@ -109,7 +109,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "done_bytes": 0,
                         "total_bytes": 0,
                         "error": "",
-                        "engines": [{"pid": 4242, "since": 1700000100.5}],
+                        "engines": [{"pid": 4242, "since": 1700000100.5, "parked": False}],
                         "load_phases": {"weights": 1.5, "proving": 0.25},
                     }
                 ],

@@ -369,16 +369,18 @@ def remove(owner: Any, leaf: Any) -> None:
         object.__delattr__(owner, leaf)
 
 
-def copy_into(model: nn.Module, index: TensorIndex, storages: Storages) -> int:
-    """Copy the index's parameters and buffers in place into a model that has them all; returns the
-    tensors copied.
+def copy_into(
+    model: nn.Module, index: TensorIndex, storages: Storages, *, attributes: bool = False
+) -> int:
+    """Copy the index's parameters and buffers in place into a model that has them all, with
+    `attributes` all other tensors too; returns the tensors copied.
 
     Raises IndexFormatError before anything is written when the model has other names, shapes or
     dtypes.
     """
     present = {slot.path: slot.tensor for slot in tensors(model)}
     pairs: list[tuple[torch.Tensor, TensorRecord]] = []
-    for record in _registered(index.tensors):
+    for record in index.tensors if attributes else _registered(index.tensors):
         target = present.get(record.names[0])
         if target is None:
             raise IndexFormatError(

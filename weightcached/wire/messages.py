@@ -82,6 +82,16 @@ class Rejoin(Message, frozen=True):
     index_digest: Name
 
 
+class Parked(Message, frozen=True):
+    """The engine of this connection's leases sleeps, or has woken; answered by Done.
+
+    While it sleeps the daemon may send Unmap at any time. Only for a daemon whose Welcome says
+    `parking`.
+    """
+
+    parked: bool
+
+
 class Reload(Message, frozen=True):
     """Read the manifest again and load what changed, failed or was released; Progress*, then
     ReloadReply.
@@ -123,12 +133,13 @@ class Fallback(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The connection is accepted."""
+    """The connection is accepted. With `parking` the daemon knows Parked and may send Unmap."""
 
     protocol: int
     device: Name
     pid: Count
     software: Text = ""
+    parking: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -223,6 +234,14 @@ class Rejoined(Message, frozen=True):
     """The lease is renewed."""
 
 
+class Unmap(Message, frozen=True):
+    """To a parked engine, unasked: the daemon needs the room of what it maps.
+
+    The engine unmaps and hangs up, and attaches again before it wakes. One that wakes just now
+    says so by Parked instead, and keeps it.
+    """
+
+
 class Progress(Message, frozen=True):
     """One cache's progress during Reload."""
 
@@ -253,8 +272,11 @@ class ReloadReply(Message, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's lease. A parked one sleeps, and would unmap if asked."""
+
     pid: int
     since: float
+    parked: bool = False
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,10 +370,12 @@ class LoaderFailed(Message, frozen=True):
     permanent: bool = False
 
 
-Request = Hello | Status | Attach | Memory | Release | Rejoin | Reload | Drop | Verify | Fallback
+Request = (
+    Hello | Status | Attach | Memory | Release | Rejoin | Parked | Reload | Drop | Verify | Fallback
+)
 Reply = (
     Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released
-    | Done | Rejoined | Progress | ReloadReply | StatusReply
+    | Done | Rejoined | Unmap | Progress | ReloadReply | StatusReply
 )  # fmt: skip
 LoaderMessage = LoaderProgress | LoaderKey | LoaderIndex | LoaderFailed | Descriptors
 
