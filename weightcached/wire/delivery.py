@@ -67,9 +67,7 @@ class DaemonChannel:
             )
 
     def wait_for_turn(self) -> None:
-        """Wait until the device is free for this load. Raises LoadError when the daemon goes away
-        instead.
-        """
+        """Wait until the device is free for this load. Raises LoadError if the daemon goes away."""
         self.phase("waiting")
         if not self._sock.recv(len(YOUR_TURN)):
             raise LoadError("the daemon hung up before this load could begin")
