@@ -16,7 +16,7 @@ from weightcached.wire.messages import EngineStatus
 
 log = logging.getLogger(__name__)
 
-# Unmapping 15 GiB takes some 10 ms, and more where the engine's host is busy.
+# Unmapping 15 GiB takes some 10 ms, and more on a busy machine.
 UNMAP_TIMEOUT_S = 10.0
 
 
@@ -31,9 +31,7 @@ class Broadcast:
         self._event = asyncio.Event()
 
     def next(self) -> asyncio.Event:
-        """The next fire(), to be taken before looking at what may change and given to wait()
-        afterwards.
-        """
+        """The next fire(): take it before you look at the state, and give it to wait() afterwards."""
         return self._event
 
     async def wait(
@@ -114,8 +112,9 @@ class Leases:
     async def unmap_parked(
         self, cache: str, generation: int | None = None, *, timeout_s: float = UNMAP_TIMEOUT_S
     ) -> None:
-        """Ask the parked engines of a cache, or of one generation, to unmap it, and wait until each
-        has, or woke, or the timeout is over. Those that are awake keep it.
+        """Ask the parked engines of a cache, or of one generation, to unmap it.
+
+        Waits until each has unmapped it or woken, or the timeout is over. Awake engines keep it.
         """
         asked = [lease for lease in self.on(cache, generation) if lease.parked]
         for lease in asked:
