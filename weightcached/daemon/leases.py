@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
+from typing import Protocol
 
-from weightcached.wire.messages import EngineStatus
+from weightcached.wire.messages import EngineStatus, OldGeneration
 
 
 class Broadcast:
@@ -41,16 +43,33 @@ class Broadcast:
             pass
 
 
+class Leased(Protocol):
+    """A generation, as far as leases look at it. Which one it is, identity tells and not its
+    number: numbers begin again once a cache has been forgotten.
+    """
+
+    cache: str
+    number: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Lease:
     """One engine's hold on one generation. `since` is in seconds since the epoch."""
 
-    __slots__ = ("cache", "generation", "pid", "since")
+    __slots__ = ("generation", "pid", "since")
 
-    def __init__(self, cache: str, generation: int, pid: int) -> None:
-        self.cache = cache
+    def __init__(self, generation: Leased, pid: int) -> None:
         self.generation = generation
         self.pid = pid
         self.since = time.time()
+
+    def status(self) -> EngineStatus:
+        held = self.generation
+        return EngineStatus(
+            pid=self.pid, since=self.since, generation=held.number, bytes=held.nbytes
+        )
 
 
 class Leases:
@@ -61,8 +80,8 @@ class Leases:
         self._leases: dict[Lease, None] = {}
         self._changed = Broadcast()
 
-    def begin(self, cache: str, generation: int, pid: int) -> Lease:
-        lease = Lease(cache, generation, pid)
+    def begin(self, generation: Leased, pid: int) -> Lease:
+        lease = Lease(generation, pid)
         self._leases[lease] = None
         return lease
 
@@ -72,14 +91,32 @@ class Leases:
             del self._leases[lease]
             self._changed.fire()
 
-    def on(self, cache: str, generation: int | None = None) -> list[Lease]:
-        """The leases on a cache, or on one generation of it."""
-        return [x for x in self._leases if x.cache == cache and generation in (None, x.generation)]
+    def on(self, generation: Leased) -> list[Lease]:
+        """The leases on one generation."""
+        return [lease for lease in self._leases if lease.generation is generation]
 
-    async def none_on(self, cache: str, generation: int) -> None:
+    async def none_on(self, generation: Leased) -> None:
         """Return once nobody holds this generation."""
-        while self.on(cache, generation):
+        while self.on(generation):
             await self._changed.wait()
 
     def engines(self, cache: str) -> list[EngineStatus]:
-        return [EngineStatus(pid=x.pid, since=x.since) for x in self.on(cache)]
+        """Who holds any generation of a cache."""
+        return [lease.status() for lease in self._leases if lease.generation.cache == cache]
+
+    def old(self, served: Collection[Leased]) -> list[OldGeneration]:
+        """What engines hold of generations that are not `served` any more: memory that their end
+        frees.
+        """
+        current = {id(generation) for generation in served}
+        held = {id(x.generation): x.generation for x in self._leases}
+        return [
+            OldGeneration(
+                cache=generation.cache,
+                generation=generation.number,
+                bytes=generation.nbytes,
+                engines=[lease.status() for lease in self.on(generation)],
+            )
+            for key, generation in held.items()
+            if key not in current
+        ]
