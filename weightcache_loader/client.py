@@ -56,6 +56,8 @@ _SILENCE_S = 30.0
 # itself watches over those.
 _STALL_S = 120.0
 _PHASES_WITHOUT_BYTES = ("queued", "digest", "tuning")
+# A daemon that is restarted listens again after some tenths of a second.
+_COMING_POLL_S = 0.1
 _REJOIN_FIRST_S = 0.2
 _REJOIN_MAX_S = 2.0
 # A lease that is closed while it connects and asks may take two deadlines to notice.
@@ -85,14 +87,16 @@ def attach(
     state_timeout_s: float,
     device: str = "",
     identity: Literal["full", "sampled"] = "full",
+    patient: bool = False,
 ) -> Attachment:
     """Attach to the generation that matches `key`, waiting up to `state_timeout_s` while it loads.
 
+    `patient`: a daemon that is not there yet is waited for, up to `connect_timeout_s`.
     With `device`, only to the daemon of that device; with identity `sampled`, equal samples of the
     checkpoints are enough. Raises WeightCacheUnavailableError and CacheConfigMismatchError with the
     one reason; RuntimePathError and ProtocolError for a socket or daemon that cannot be trusted.
     """
-    connection = _connect(path, connect_timeout_s)
+    connection = _connect(path, connect_timeout_s, patient=patient)
     try:
         if device and connection.welcome.device != device:
             raise CacheConfigMismatchError(
@@ -115,7 +119,18 @@ def attach(
         raise
 
 
-def _connect(path: Path, timeout_s: float) -> Connection:
+def _connect(path: Path, timeout_s: float, *, patient: bool) -> Connection:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _connect_once(path, timeout_s)
+        except WeightCacheUnavailableError as e:
+            if not (patient and e.code == "no-daemon" and time.monotonic() < deadline_s):
+                raise
+        time.sleep(_COMING_POLL_S)
+
+
+def _connect_once(path: Path, timeout_s: float) -> Connection:
     try:
         return Connection.connect(path, timeout_s=timeout_s, purpose="engine", software=SOFTWARE)
     except WeightcachedError as e:
@@ -188,7 +203,8 @@ def _ready_or_raise(reply: Reply) -> Ready:
             )
         case Released():
             raise WeightCacheUnavailableError(
-                f"{reply.cache} was dropped, or released to an engine in copy mode; 'weightcachectl reload' brings it back",
+                f"{reply.cache} was dropped, or released to an engine in copy mode; "
+                "'weightcachectl reload' brings it back",
                 code="released",
             )
         case Refused():
@@ -263,7 +279,7 @@ def release(attachment: Attachment, *, timeout_s: float) -> None:
         attachment.close()
 
 
-class Lease:
+class LeaseKeeper:
     """Keeps the connection of a mapped generation, and rejoins the daemon after a restart, in a
     thread of its own.
 

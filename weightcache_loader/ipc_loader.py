@@ -11,17 +11,19 @@ import dataclasses
 import time
 import traceback
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import vllm
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from weightcache_loader import client, fallback
+from weightcache_loader import budget, client, fallback
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -31,29 +33,32 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.model import bind as binding
+from weightcached.model import bind
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.paths import socket_path
-from weightcached.vllm_compat import build as engine
-from weightcached.vllm_compat import drafts
+from weightcached.vllm_compat import build, drafts, parked_start, room, startup_plan
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.key import build_key
+from weightcached.vllm_compat.versions import warn_of_unseen
+from weightcached.wire.resident import Held
 
 log = init_logger("vllm.weightcached")
 
 
-class Decision(NamedTuple):
+class AttachOutcome(NamedTuple):
     """What this process found at its first question: an attachment, or the reason why there is
     none.
     """
 
     attachment: client.Attachment | None
     reason: WeightcachedError | None
+    # What a load from disk takes of the device in any case, where that was looked at.
+    needed: int = 0
 
 
 class _Kept(NamedTuple):
     engine: str
-    decision: Decision
+    decision: AttachOutcome
     # So that its id names nothing else meanwhile.
     speculative_config: Any
 
@@ -77,13 +82,16 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         )
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Bytes of device memory that the mapped generations hold outside this process: the
-        target's and the draft's.
+        """Bytes of the utilization's budget that the engine may not use itself (budget.external_bytes): what it
+        maps, target and draft, and of what else the daemon holds so much as the device lacks.
 
-        What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has
-        of its own.
+        What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has of its own.
+        Raises OutOfDeviceMemoryError where even so there is no room.
         """
-        total = self._external_bytes(vllm_config, vllm_config.model_config)
+        if parked_start.starts_parked(vllm_config):
+            parked_start.check(vllm_config)
+            parked_start.do_not_check_free_memory()
+        found = [self._decided(vllm_config, vllm_config.model_config)]
         if drafts.loads_here(vllm_config):
             config = drafts.draft_config(vllm_config)
             # vLLM asks once, the target's loader, for both; the draft's own is made later, from the
@@ -91,21 +99,82 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             if isinstance(
                 loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader
             ):
-                total += loader._external_bytes(
-                    config, config.speculative_config.draft_model_config
-                )
-        if total:
-            engine.freeze_heap()
-        return total
+                found.append(loader._decided(config, config.speculative_config.draft_model_config))
+        if any(decision.attachment is not None for decision in found):
+            build.freeze_heap()
+        external = self._external_bytes(vllm_config, found)
+        startup_plan.note(
+            vllm_config.cache_config.gpu_memory_utilization,
+            external,
+            [self._source(decision) for decision in found],
+        )
+        return external
 
-    def _external_bytes(self, vllm_config: Any, model_config: Any) -> int:
+    def _decided(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         self._take_role(vllm_config, model_config)
-        if self.options.mode == "copy":
-            return 0
-        decision = self._decide(vllm_config, model_config)
+        return self._decide(vllm_config, model_config)
+
+    def _source(self, decision: AttachOutcome) -> str:
+        return self.options.mode if decision.attachment is not None else "disk"
+
+    def _own_bytes(self, decision: AttachOutcome) -> int:
+        """What the engine maps instead of allocating it, or copies and gives back."""
         if decision.attachment is None:
             return 0
+        if self.options.mode == "copy":
+            return decision.attachment.ready.nbytes
         return sum(s.nbytes for s in decision.attachment.tensor_index.segments if not s.private)
+
+    def _external_bytes(self, vllm_config: Any, found: Sequence[AttachOutcome]) -> int:
+        own = sum(self._own_bytes(decision) for decision in found)
+        memory = build.device_memory()
+        if memory is None:
+            # Nothing is budgeted there.
+            return own
+        reasons = [decision.reason for decision in found if decision.reason is not None]
+        caches = self._resident(vllm_config, reasons)
+        rows = {(cache.cache, cache.generation) for cache in caches}
+        counted = sum(self._own_bytes(d) for d in found if _generation_of(d) in rows)
+        others = sum(cache.nbytes for cache in caches) - counted
+        if parked_start.starts_parked(vllm_config):
+            # Beside an engine that has the device's memory now, and will give it back first.
+            return own + others
+        free, total = memory
+        device = budget.Device(total, free, vllm_config.cache_config.gpu_memory_utilization)
+        external = budget.external_bytes(device, own=own, others=others)
+        self._tell_cost(vllm_config, found, caches, device, own, external)
+        return external
+
+    def _tell_cost(
+        self,
+        vllm_config: Any,
+        found: Sequence[AttachOutcome],
+        caches: Sequence[Held],
+        device: budget.Device,
+        own: int,
+        external: int,
+    ) -> None:
+        """Log what the caches of others cost. Raises OutOfDeviceMemoryError where vLLM would refuse, or the
+        weights from disk are proven not to fit.
+        """
+        mapped = {_generation_of(decision) for decision in found}
+        due = [c for c in caches if (c.cache, c.generation) not in mapped] or list(caches)
+        left = budget.engine_bytes(device, external)
+        needed = sum(decision.needed for decision in found)
+        fixed = vllm_config.cache_config.kv_cache_memory_bytes is not None
+        if caches and (not budget.starts(device, external) or (needed > left and not fixed)):
+            raise OutOfDeviceMemoryError(
+                budget.no_room(device, due, own=own, left=left, needed=needed), code="no-room"
+            )
+        if external > own:
+            log.warning("%s", budget.cost(device, due, external - own))
+
+    def _resident(self, vllm_config: Any, reasons: Sequence[WeightcachedError]) -> list[Held]:
+        try:
+            return fallback.resident(self._socket_path(vllm_config), reasons)
+        except WeightcachedError as e:
+            log.debug("no telling what the daemon holds: %s", e)
+            return []
 
     def download_model(self, model_config: Any) -> None:
         """Fetch the checkpoint as the fallback would."""
@@ -125,8 +194,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             mapping, device = self._map(attachment)
             try:
-                storages = binding.Storages(attachment.tensor_index, mapping, device, copy=False)
-                count = binding.copy_into(model, attachment.tensor_index, storages)
+                storages = bind.Storages(attachment.tensor_index, mapping, device, copy=False)
+                count = bind.copy_into(model, attachment.tensor_index, storages)
             finally:
                 mapping.close()
         finally:
@@ -151,6 +220,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             if isinstance(result, nn.Module):
                 return result
             self._give_up(vllm_config, model_config, result)
+            startup_plan.changed("disk")
         return self._disk_loader().load_model(
             vllm_config=vllm_config, model_config=model_config, prefix=prefix
         )
@@ -161,7 +231,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if drafts.is_draft(vllm_config, model_config) and not self.options.is_draft:
             self.options = msgspec.structs.replace(self.options, is_draft=True)
 
-    def _decide(self, vllm_config: Any, model_config: Any) -> Decision:
+    def _decide(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         """The decision of this engine. Raises its reason, with fallback off, and
         OutOfDeviceMemoryError.
         """
@@ -184,37 +254,41 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if kept is None:
             decision = self._first_decision(vllm_config, model_config)
             if decision.reason is not None:
-                self._give_up(vllm_config, model_config, decision.reason)
+                needed = self._give_up(vllm_config, model_config, decision.reason)
+                decision = decision._replace(needed=needed)
             kept = _Kept(asking, decision, vllm_config.speculative_config)
         _decisions[role] = kept
         return kept.decision
 
-    def _first_decision(self, vllm_config: Any, model_config: Any) -> Decision:
+    def _first_decision(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
+        warn_of_unseen(log, vllm.__version__)
         try:
             attachment = self._attach(vllm_config, model_config)
         except Exception as e:
             # Whatever it is: the other ranks wait to hear of it.
             attachment, reason = None, reason_of(e)
         if all_ranks(attachment is not None, self.options.role):
-            return Decision(attachment, None)
+            return AttachOutcome(attachment, None)
         if attachment is not None:
             attachment.close()
             reason = WeightCacheUnavailableError(
                 "another rank of this engine cannot attach", code="another-rank"
             )
-        return Decision(None, reason)
+        return AttachOutcome(None, reason)
 
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
         check_supported(vllm_config, self.options)
+        socket = self._socket_path(vllm_config)
         attachment = client.attach(
-            self._socket_path(vllm_config),
+            socket,
             build_key(vllm_config, model_config, role=self.options.role),
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
-            device=engine.device_of_worker(vllm_config.parallel_config),
+            device=build.device_of_worker(vllm_config.parallel_config),
             identity=self.options.identity,
+            patient=not self.options.fallback or fallback.may_come_back(socket),
         )
-        if (stage := engine.stage_of_platform()) != attachment.tensor_index.stage:
+        if (stage := build.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()
             raise CacheConfigMismatchError(
                 f"the cache holds {attachment.tensor_index.stage} weights, this engine needs {stage}"
@@ -225,7 +299,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.socket_path:
             return Path(self.options.socket_path)
         return socket_path(
-            engine.device_of_worker(vllm_config.parallel_config), self.options.directory()
+            build.device_of_worker(vllm_config.parallel_config), self.options.directory()
         )
 
     def _map(self, attachment: client.Attachment) -> tuple[Mapping, torch.device]:
@@ -234,7 +308,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if current_platform.is_cpu():
             backend, device = open_backend("cpu0"), torch.device("cpu")
         else:
-            backend = open_backend(engine.gpu_of_worker())
+            backend = open_backend(build.gpu_of_worker())
             device = torch.device("cuda", torch.cuda.current_device())
         return backend.map(
             attachment.fds, [s.nbytes for s in attachment.tensor_index.segments]
@@ -245,7 +319,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     ) -> nn.Module | WeightcachedError:
         model: nn.Module | None = None
         reason: WeightcachedError | None = None
-        with engine.collection_paused(), engine.isolated_build(vllm_config, keep=True) as build:
+        with build.collection_paused(), build.isolated_build(vllm_config, keep=True) as building:
             try:
                 model = self._build(vllm_config, model_config, prefix, attachment)
             except Exception as e:
@@ -255,7 +329,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                 reason = WeightCacheUnavailableError(
                     "another rank of this engine failed to attach", code="another-rank"
                 )
-            build.keep = model is not None
+            building.keep = model is not None
         if model is None:
             attachment.close()
             assert reason is not None
@@ -263,7 +337,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.mode == "copy":
             client.release(attachment, timeout_s=self.options.connect_timeout_s)
         else:
-            lease = client.Lease(
+            lease = client.LeaseKeeper(
                 attachment.connection, self._socket_path(vllm_config), attachment.ready
             )
             # With the model: an engine that is shut down while its process lives on maps nothing
@@ -276,18 +350,18 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     ) -> nn.Module:
         index = attachment.tensor_index
         began = time.perf_counter()
-        model = engine.build_on_meta(vllm_config, model_config, prefix)
+        model = build.build_on_meta(vllm_config, model_config, prefix)
         built = time.perf_counter()
-        if binding.skeleton_of(model) != index.skeleton:
+        if bind.skeleton_of(model) != index.skeleton:
             raise CacheConfigMismatchError(
                 f"{attachment.ready.cache}: the layers that this engine builds differ from the cached ones in a name, "
                 "shape, dtype or kernel class"
             )
         mapping, device = self._map(attachment)
         try:
-            storages = binding.Storages(index, mapping, device, copy=self.options.mode == "copy")
+            storages = bind.Storages(index, mapping, device, copy=self.options.mode == "copy")
             mapped = time.perf_counter()
-            binding.Binder(model, index, storages).attach(
+            bind.Binder(model, index, storages).attach(
                 PostProcessing(model_config, device, stage=index.stage)
             )
         finally:
@@ -303,8 +377,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         )  # fmt: skip
         return model
 
-    def _give_up(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> None:
-        """Count and log the reason, once: from here on the engine loads from disk.
+    def _give_up(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> int:
+        """Count and log the reason, once: from here on the engine loads from disk. Returns what that takes of the
+        device in any case, 0 where that was not looked at.
 
         Raises the reason, with fallback off, and OutOfDeviceMemoryError where a load from disk has
         no room.
@@ -312,7 +387,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         fallback.counts[reason.code] += 1
         if not self.options.fallback:
             raise reason
-        no_room = self._no_room(vllm_config, model_config, reason)
+        needed, no_room = self._room(vllm_config, model_config, reason)
         if not all_ranks(no_room is None, self.options.role):
             raise no_room or OutOfDeviceMemoryError(
                 f"the cache cannot be used ({reason}), and another rank has no room for a load from disk beside it",
@@ -321,6 +396,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         _forget_frames(reason)
         log.warning("loading from disk (%s): %s", self.options.fallback_load_format, reason)
         self._report(vllm_config, reason)
+        return needed
 
     def _report(self, vllm_config: Any, reason: WeightcachedError) -> None:
         if reason.code == UnsupportedPlatformForIPCError.code:
@@ -331,23 +407,29 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             # Not worth an engine.
             log.debug("the daemon was not told: %s", e)
 
-    def _no_room(
+    def _room(
         self, vllm_config: Any, model_config: Any, reason: WeightcachedError
-    ) -> OutOfDeviceMemoryError | None:
+    ) -> tuple[int, OutOfDeviceMemoryError | None]:
+        """What a load from disk takes in any case, and the error if that is more than is free."""
         if reason.code == UnsupportedPlatformForIPCError.code:
-            return None
+            return 0, None
+        needed = 0
         try:
-            device = engine.device_of_worker(vllm_config.parallel_config)
-            socket = self._socket_path(vllm_config)
-            fallback.check_room(
-                vllm_config, model_config, device, socket, self.options.fallback_load_format, reason
-            )
+            if caches := self._resident(vllm_config, [reason]):
+                needed = self._least_bytes(vllm_config, model_config)
+                device = build.device_of_worker(vllm_config.parallel_config)
+                fallback.check_room(needed, device, caches, reason)
         except OutOfDeviceMemoryError as e:
-            return e
+            return needed, e
         except Exception as e:
             # Not worth an engine: the load itself says what is wrong.
             log.debug("no telling whether a load from disk has room: %s", e)
-        return None
+        return needed, None
+
+    def _least_bytes(self, vllm_config: Any, model_config: Any) -> int:
+        with build.collection_paused(), build.isolated_build(vllm_config, keep=False):
+            model = build.build_on_meta(vllm_config, model_config)
+            return room.least_bytes(model, vllm_config)
 
     def _disk_loader(self) -> Any:
         disk = dataclasses.replace(
@@ -356,6 +438,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             model_loader_extra_config=self.options.fallback_extra_config,
         )
         return get_model_loader(disk)
+
+
+def _generation_of(decision: AttachOutcome) -> tuple[str, int] | None:
+    attachment = decision.attachment
+    return (attachment.ready.cache, attachment.ready.generation) if attachment else None
 
 
 def reason_of(e: Exception) -> WeightcachedError:
@@ -383,13 +470,13 @@ def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
     """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError,
     UnsupportedQuantForIPCError.
     """
-    if not engine.stage_of_platform():
+    if not build.stage_of_platform():
         from vllm.platforms import current_platform
 
         raise UnsupportedPlatformForIPCError(
             f"platform {current_platform.device_name} has no segment backend"
         )
-    parallel, offload = vllm_config.parallel_config, getattr(vllm_config, "offload_config", None)
+    parallel = vllm_config.parallel_config
     for name in ("enable_eplb", "enable_elastic_ep"):
         if getattr(parallel, name, False):
             raise UnsupportedQuantForIPCError(
@@ -401,13 +488,7 @@ def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
         raise UnsupportedPlatformForIPCError(
             "enable_sleep_mode frees weights that others map: use mode copy", code="sleep-mode"
         )
-    # Where vLLM keeps them has moved: the cache's configuration had the first.
-    offloaded = {
-        "cpu_offload_gb": getattr(vllm_config.cache_config, "cpu_offload_gb", 0)
-        or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0),
-        "offload_group_size": getattr(getattr(offload, "prefetch", None), "offload_group_size", 0),
-    }
-    for name, value in offloaded.items():
+    for name, value in room.offloaded(vllm_config).items():
         if value:
             raise UnsupportedPlatformForIPCError(
                 f"{name} {value} moves weights out of device memory: set it to 0 to use the cache",

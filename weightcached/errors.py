@@ -1,7 +1,7 @@
 """Every error that leaves a module, with its wire code and exit status.
 
-`code` travels in messages and metrics and never changes; the text may. `exit_status` is what a
-command ends with. 78 (EX_CONFIG) marks what a restart cannot mend: the unit lists it in
+`code` travels in messages and metrics and never changes; the text may. A command ends with
+`exit_status`. 78 (EX_CONFIG) marks a fault that a restart does not cure: the unit lists it in
 RestartPreventExitStatus=.
 """
 
@@ -44,9 +44,7 @@ class DeviceError(WeightcachedError):
 
 
 class CheckpointError(WeightcachedError):
-    """Checkpoint files are missing, unreadable or malformed. The operator names another
-    checkpoint.
-    """
+    """Checkpoint files are missing, unreadable or malformed. The operator names another one."""
 
     code = "checkpoint"
     exit_status = EXIT_CONFIG
@@ -73,17 +71,13 @@ class LayoutError(WeightcachedError):
 
 
 class SegmentError(WeightcachedError):
-    """A segment could not be created, adopted or mapped; the text names the driver or system
-    call.
-    """
+    """A segment could not be created, adopted or mapped. The text names the failed call."""
 
     code = "segment"
 
 
 class OutOfDeviceMemoryError(SegmentError):
-    """The device has less free memory than the weights need. The text says needed, free and who
-    holds it.
-    """
+    """The device has too little free memory. The text says needed, free, and who holds it."""
 
     code = "out-of-memory"
 
@@ -120,9 +114,7 @@ class CacheConfigMismatchError(WeightcachedError):
 
 
 class UnsupportedQuantForIPCError(WeightcachedError):
-    """A layer's quantization could not be attached and proven. Names module, method and
-    attribute.
-    """
+    """A layer's quantization could not be attached. Names module, method and attribute."""
 
     code = "unsupported-quantization"
     exit_status = EXIT_CONFIG

@@ -210,8 +210,9 @@ def test_load_from_disk_that_has_no_room_beside_the_cache_is_refused_with_the_nu
         "OutOfDeviceMemoryError",
         "the cache cannot be used (tiny/target is cached with another key: dtype is torch.bfloat16, asked "
         "torch.float16), and a load from disk has no room beside it: it needs at least 2.0 GiB on cpu0, 1.0 MiB of "
-        "4.0 GiB are free, the daemon holds tiny/target 3.0 GiB; make the engine match the cache, or 'weightcachectl "
-        "drop tiny/target'",
+        "4.0 GiB are free, the daemon holds tiny/target 3.0 GiB (pid 4242); make the engine match the cache, or: "
+        "'weightcachectl drop tiny/target' frees that cache, a lower --gpu-memory-utilization of this device's engines "
+        "leaves room for more",
     ]
     assert answer["counted"] == {"key-mismatch": 1}
     refused = plugin.case("no-room", fallback=False, fallback_load_format=load_format)

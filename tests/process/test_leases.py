@@ -20,7 +20,6 @@ from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.process.conftest import Engine
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
-    Absent,
     Attach,
     Done,
     Drop,
@@ -370,8 +369,12 @@ def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(
         # A note of what is to stay unloaded.
         assert list(daemon.manager.stored) == ["wc1.aside.1"]
         assert not any("memfd" in target for target in daemon.descriptors())
-        absent = engine.expect(Attach(key=key), Absent)
-    assert absent.reason == "no cache in role target on cpu0: the manifest gives it none"
+        assert engine.expect(Attach(key=key), Released).cache == "tiny/target"
+    (cache,) = daemon.status().caches
+    assert (cache.state, cache.error) == (
+        "released",
+        "dropped: 'weightcachectl reload' brings it back",
+    )
 
 
 def test_drop_of_an_unknown_cache_names_the_known_ones(daemon: DaemonProcess) -> None:

@@ -22,15 +22,13 @@ KEYS = ("group", "draft_port", "timeout_s")
 DEFAULT_TIMEOUT_S = 300
 # The daemon ends a loader that says nothing for 600 s.
 MAX_TIMEOUT_S = 540
-# What the engine listens on, and the port where vLLM puts it if the arguments say nothing.
+# Arguments that name ports of the engine, with vLLM's defaults.
 _ENGINE_PORTS = {"master_port": 29501, "data_parallel_rpc_port": 29550}
 _PORTS = range(1024, 65536)
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a group meets: `host`, an address of rank 0's node, and how long each rank waits for
-    the others there.
-    """
+    """Where a group meets, and for how long each rank waits. host: an address of rank 0's node."""
 
     host: str
     port: int
@@ -42,7 +40,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(value: Value, engine: Mapping[str, Any]) -> Rendezvous | None:
-    """`solo` is None. Raises ManifestError for a place where the ranks could not meet."""
+    """`solo` is None. Raises ManifestError for an address where the ranks could not meet."""
     if value.kind != "map":
         if value.one_of((SOLO, "group")) == SOLO:
             return None
@@ -126,9 +124,7 @@ def several_nodes(layout: Layout) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is the same machine for everybody who asks. Names are taken by their
-    word.
-    """
+    """Whether each node takes the host for itself. Names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

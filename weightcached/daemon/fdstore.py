@@ -28,13 +28,13 @@ from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd
+from weightcached.system.notify import LISTEN_FDS_START
 from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)
 
-LISTEN_FDS_START = 3
 # The manager answers in microseconds; when it is stopped or far behind we go on and say so.
 _BARRIER_TIMEOUT_S = 30.0
 _INDEX = "index"
@@ -317,5 +317,5 @@ def current_driver(device: str) -> str | None:
     """
     if is_host_device(device):
         return None
-    version = devices.kernel_driver_version()
-    return None if version == "unknown" else devices.driver_name(version)
+    version = gpus.kernel_driver_version()
+    return None if version == "unknown" else gpus.driver_name(version)

@@ -78,18 +78,19 @@ class Leases:
     def __init__(self) -> None:
         # A dict as an ordered set.
         self._leases: dict[Lease, None] = {}
-        self._changed = Broadcast()
+        self.changed = Broadcast()
 
     def begin(self, generation: Leased, pid: int) -> Lease:
         lease = Lease(generation, pid)
         self._leases[lease] = None
+        self.changed.fire()
         return lease
 
     def end(self, lease: Lease) -> None:
         """End a lease; one that has ended already is left alone."""
         if lease in self._leases:
             del self._leases[lease]
-            self._changed.fire()
+            self.changed.fire()
 
     def on(self, generation: Leased) -> list[Lease]:
         """The leases on one generation."""
@@ -98,7 +99,7 @@ class Leases:
     async def none_on(self, generation: Leased) -> None:
         """Return once nobody holds this generation."""
         while self.on(generation):
-            await self._changed.wait()
+            await self.changed.wait()
 
     def engines(self, cache: str) -> list[EngineStatus]:
         """Who holds any generation of a cache."""

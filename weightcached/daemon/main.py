@@ -24,7 +24,7 @@ from weightcached.daemon import fdstore
 from weightcached.daemon.caches import Aside, Cache, Caches, Generation
 from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.counters import Tally
-from weightcached.daemon.endpoint import Place
+from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.fairness import Queues
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
@@ -42,6 +42,7 @@ from weightcached.errors import (
     RuntimePathError,
 )
 from weightcached.system.paths import check_device, runtime_dir
+from weightcached.wire import resident
 from weightcached.wire.messages import (
     CacheOutcome,
     CacheStatus,
@@ -49,6 +50,7 @@ from weightcached.wire.messages import (
     ReloadReply,
     StatusReply,
 )
+from weightcached.wire.resident import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ _SWITCH_INTERVAL_S = 0.001
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """What the command line gives. `loader_command`, and the two times, are there for tests and for
     emergencies.
     """
@@ -80,7 +82,7 @@ class Options:
     idle_timeout_s: float = IDLE_TIMEOUT_S
 
 
-def run(options: Options) -> int:
+def run(options: ServeOptions) -> int:
     """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before
     it serves.
     """
@@ -89,13 +91,13 @@ def run(options: Options) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     device = check_device(options.device)
     directory = options.socket_dir or runtime_dir()
-    with Place(device, directory) as place:
+    with Endpoint(device, directory) as endpoint:
         _raise_descriptor_limit()
         store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
         stored = fdstore.inherited(os.environ)
         aside = store.take_note(stored)
         adopted = _adopt(device, store, stored, aside)
-        return asyncio.run(_live(options, place, place.listen(), store, adopted, aside))
+        return asyncio.run(_live(options, endpoint, endpoint.listen(), store, adopted, aside))
 
 
 def _raise_descriptor_limit() -> None:
@@ -114,7 +116,7 @@ def _adopt(
     aside: Mapping[str, Aside],
 ) -> list[Generation]:
     """Take back what the manager kept for us, before anything can fail for another reason."""
-    expected = fdstore.Expected(device, _boot_id(), fdstore.current_driver(device))
+    expected = fdstore.Expected(device, boot_id(), fdstore.current_driver(device))
     generations = fdstore.adopt(stored, expected, store.remove_names)
     for g in [g for g in generations if g.cache in aside]:
         # The daemon before ended while it freed this one.
@@ -135,13 +137,9 @@ def _adopt(
     return generations
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 async def _live(
-    options: Options,
-    place: Place,
+    options: ServeOptions,
+    endpoint: Endpoint,
     listener: socket.socket,
     store: fdstore.FdStore,
     adopted: list[Generation],
@@ -149,7 +147,7 @@ async def _live(
 ) -> int:
     """From the bound socket to the exit status."""
     _shorten_stalls()
-    daemon = Daemon(options, place, listener, store, adopted, aside)
+    daemon = Daemon(options, endpoint, listener, store, adopted, aside)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -189,8 +187,8 @@ class Daemon:
 
     def __init__(
         self,
-        options: Options,
-        place: Place,
+        options: ServeOptions,
+        endpoint: Endpoint,
         listener: socket.socket,
         store: fdstore.FdStore,
         adopted: list[Generation],
@@ -216,11 +214,11 @@ class Daemon:
                 LoaderRun, stall_timeout_s=options.stall_timeout_s, command=options.loader_command
             ),
             device=self.device,
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
         )
-        self._place = place
+        self._endpoint = endpoint
         # Why there is no socket any more and none could be made, or "".
         self._unreachable = ""
         self._since = time.time()
@@ -230,9 +228,11 @@ class Daemon:
         self._server = Server(listener, self._open_session, self.queues)
         self._started = asyncio.Event()
         self._reload_turn = asyncio.Lock()
-        self._look_turn = asyncio.Lock()
+        self._endpoint_turn = asyncio.Lock()
         self._reloads = 0
         self._tasks: set[asyncio.Task[object]] = set()
+        # What stands in the file beside the socket.
+        self._written: resident.Resident | None = None
 
     async def start(self) -> int | None:
         """Serve, load what is missing, say so. Returns an exit status if there is nothing to live
@@ -240,21 +240,24 @@ class Daemon:
         """
         # What was adopted is served before the manifest is even read.
         self._server.start()
+        self._keep(asyncio.create_task(self._write_resident()))
         status = await self._first_reconcile()
         if status is not None:
             self._notifier.status(f"failed: {self._summary()}")
             return status
         try:
-            await shake_hands(self._place.socket, timeout_s=_HANDSHAKE_TIMEOUT_S)
+            await shake_hands(self._endpoint.socket, timeout_s=_HANDSHAKE_TIMEOUT_S)
         except HANDSHAKE_ERRORS as e:
             log.error(
                 "handshake with our own socket failed, giving up socket=%s error=%r",
-                self._place.socket,
+                self._endpoint.socket,
                 e,
             )
             return EXIT_FAILURE
         await self._notifier.ready(self._summary())
-        log.info("serving device=%s socket=%s %s", self.device, self._place.socket, self._summary())
+        log.info(
+            "serving device=%s socket=%s %s", self.device, self._endpoint.socket, self._summary()
+        )
         self._started.set()
         self._keep(asyncio.create_task(self._stay_reachable()))
         if self._retry:
@@ -296,12 +299,13 @@ class Daemon:
         await self._notifier.stopping()
         # 1. Nobody new.
         await self._server.stop_accepting()
-        self._place.leave()
+        self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.matcher.close()
+        self._write(stopped=True)
         # 3. Engines: they keep what they have mapped.
         await self._server.close_connections()
         # 4. Our descriptors.
@@ -378,6 +382,34 @@ class Daemon:
         retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
         return cache.status(self.leases, retry_at=retry_at)
 
+    async def _write_resident(self) -> None:
+        """Keep the file beside the socket as true as an answer would be."""
+        while True:
+            changed = [self.caches.changed.next(), self.leases.changed.next()]
+            self._write()
+            waits = [asyncio.create_task(event.wait()) for event in changed]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    def _write(self, *, stopped: bool = False) -> None:
+        now = resident.Resident(
+            device=self.device,
+            boot_id=boot_id(),
+            generations=resident.held(self.status()),
+            stopped=stopped,
+        )
+        if now == self._written:
+            return
+        try:
+            resident.write(self._endpoint.socket, now)
+        except OSError as e:
+            # Said once for each state; whoever reaches us asks us.
+            log.warning("cannot write what is resident error=%s", e)
+        self._written = now
+
     def _summary(self) -> str:
         """One line for `systemctl status`."""
         served = [cache.generation for cache in self.caches if cache.generation]
@@ -400,33 +432,35 @@ class Daemon:
     async def _stay_reachable(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_PERIOD_S)
-            await self._look_after_place()
+            await self._restore_endpoint()
 
-    async def _look_after_place(self) -> None:
+    async def _restore_endpoint(self) -> None:
         """Make the socket again if somebody removed it; say so if that cannot be done."""
-        async with self._look_turn:
-            if not self._place.is_lost():
+        async with self._endpoint_turn:
+            if not self._endpoint.is_lost():
                 self._unreachable = ""
                 return
             try:
-                await self._server.accept_on(self._place.take_again())
+                await self._server.accept_on(self._endpoint.restore())
             except DeviceBusyError as e:
                 # Not unreachable: once the manager has replaced us, the other's end is all that is
                 # needed.
-                log.error("our place was taken socket=%s error=%s", self._place.socket, e)
+                log.error("our place was taken socket=%s error=%s", self._endpoint.socket, e)
             except RuntimePathError as e:
                 if str(e) != self._unreachable:
                     log.error(
                         "our socket is gone and cannot be made again socket=%s error=%s",
-                        self._place.socket,
+                        self._endpoint.socket,
                         e,
                     )
                     self._notifier.status(f"unreachable: {e}")
                 self._unreachable = str(e)
             else:
                 self._unreachable = ""
+                self._written = None
+                self._write()
                 log.warning(
-                    "our socket was removed, it is made again socket=%s", self._place.socket
+                    "our socket was removed, it is made again socket=%s", self._endpoint.socket
                 )
                 self._notifier.status(self._summary())
 
@@ -438,10 +472,10 @@ class Daemon:
         """
         while True:
             try:
-                await shake_hands(self._place.socket, timeout_s=period_s)
+                await shake_hands(self._endpoint.socket, timeout_s=period_s)
                 self._notifier.alive()
             except HANDSHAKE_ERRORS as e:
-                await self._look_after_place()
+                await self._restore_endpoint()
                 if self._unreachable:
                     self._notifier.alive()
                 else:

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weightcached.checkpoint.identity import changed_files
-from weightcached.config.drafts import has_cached_draft
-from weightcached.config.manifest import Manifest, ModelSpec, load_manifest
-from weightcached.config.ranks import Placement, layout_of
+from weightcached.config.manifest import ModelSpec, load_manifest
+from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.loading import (
@@ -47,15 +46,6 @@ _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
 
 
-class Wanted(NamedTuple):
-    """One cache that the manifest places on this device."""
-
-    name: str
-    role: Role
-    spec: ModelSpec
-    spec_digest: str
-
-
 class Plan(NamedTuple):
     load: list[Wanted]
     unchanged: list[Wanted]
@@ -70,7 +60,7 @@ class Loader(Protocol):
     ) -> LoaderRun: ...
 
 
-class Started:
+class QueuedRun:
     """A loader run that waits for its turn, or has it."""
 
     def __init__(self, turn: asyncio.Event, run: asyncio.Task[Delivery]) -> None:
@@ -104,23 +94,6 @@ def loaders_ahead() -> int:
 
 class UnknownCacheError(Exception):
     """A reload names a cache that neither the manifest nor the daemon has."""
-
-
-def wanted_caches(manifest: Manifest, device: str) -> list[Wanted]:
-    """What the manifest places on `device`, in its order; a model with a draft model has two
-    caches.
-    """
-    return [
-        Wanted(f"{spec.name}/{role}", role, spec, spec.digest(device))
-        for spec in manifest.on(device)
-        for role in roles(spec, spec.placement_of(device))
-    ]
-
-
-def roles(spec: ModelSpec, placement: Placement) -> tuple[Role, ...]:
-    """The caches of one rank of a model. Only ranks of the last pipeline stage have the draft."""
-    last = placement.pp_rank == layout_of(spec.engine).pp_size - 1
-    return ("target", "draft") if last and has_cached_draft(spec.engine) else ("target",)
 
 
 def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:
@@ -216,13 +189,13 @@ class Reconciler:
             try:
                 wanted = await self._read_manifest()
                 chosen = self._chosen(only, wanted)
-                stale = await self._stale()
+                stale = await self._find_stale()
                 todo = plan(
                     wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
                 )
                 # Nothing is awaited between the plan and its marks on the caches: a Drop would
                 # come in between.
-                kept = [self._keep(want) for want in todo.unchanged]
+                kept = [self._keep_unchanged(want) for want in todo.unchanged]
                 for want in todo.load:
                     self.retries.settled(want.name)
                     self._queue(want)
@@ -237,7 +210,7 @@ class Reconciler:
     async def retry(self) -> None:
         """Load what is due to be tried again, as the manifest was when it was last read."""
         async with self._lock:
-            stale = await self._stale()
+            stale = await self._find_stale()
             todo: list[Wanted] = []
             for name in self.retries.take_due():
                 want = self._wanted.get(name)
@@ -276,7 +249,7 @@ class Reconciler:
             )
         return chosen
 
-    async def _stale(self) -> set[str]:
+    async def _find_stale(self) -> set[str]:
         """Caches whose checkpoint is no longer what was loaded."""
         stale = set()
         for cache in self._caches:
@@ -292,12 +265,12 @@ class Reconciler:
                     stale.add(cache.name)
         return stale
 
-    def _keep(self, want: Wanted) -> CacheOutcome:
+    def _keep_unchanged(self, want: Wanted) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity = want.spec.identity
         # The failure of an earlier reload says nothing about what is served now.
         cache.error = ""
-        return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_number(cache))
+        return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_served_number(cache))
 
     def _queue(self, want: Wanted) -> None:
         cache = self._caches.ensure(want.name, want.role)
@@ -306,7 +279,7 @@ class Reconciler:
 
     async def _load_all(self, wanted: Sequence[Wanted]) -> list[CacheOutcome]:
         outcomes: list[CacheOutcome] = []
-        started: dict[str, Started] = {}
+        started: dict[str, QueuedRun] = {}
         left = list(wanted)
         try:
             for position, want in enumerate(wanted):
@@ -329,22 +302,22 @@ class Reconciler:
             cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
             self.retries.failed(cache.name)
 
-    def _start(self, want: Wanted, *, at_once: bool) -> Started:
+    def _start(self, want: Wanted, *, at_once: bool) -> QueuedRun:
         turn = asyncio.Event()
         if at_once:
             turn.set()
         cache = self._caches.ensure(want.name, want.role)
-        return Started(turn, asyncio.create_task(self._run_loader(cache, want, turn)))
+        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, turn)))
 
-    async def _load(self, want: Wanted, run: Started) -> CacheOutcome:
+    async def _load(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         began_s = time.monotonic()
         try:
             delivery = await run.delivery()
         except LoadFailedError as e:
-            self._failed(cache, e)
+            self._record_failure(cache, e)
         except OSError as e:
-            self._failed(
+            self._record_failure(
                 cache, LoadFailedError(f"loader of {cache.name} cannot be run: {e.strerror or e}")
             )
         else:
@@ -354,7 +327,7 @@ class Reconciler:
         return CacheOutcome(
             cache=cache.name,
             outcome="failed" if cache.error else "loaded",
-            generation=_number(cache),
+            generation=_served_number(cache),
             seconds=time.monotonic() - began_s,
             error=cache.error,
         )
@@ -421,7 +394,7 @@ class Reconciler:
         if old is not None:
             await self._retire(old)
 
-    def _failed(self, cache: Cache, error: LoadFailedError) -> None:
+    def _record_failure(self, cache: Cache, error: LoadFailedError) -> None:
         if error.permanent:
             self.retries.settled(cache.name)
         else:
@@ -430,7 +403,7 @@ class Reconciler:
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
             cache.name,
-            _number(cache),
+            _served_number(cache),
             "yes" if error.permanent else "no",
             error,
         )
@@ -506,5 +479,5 @@ class Reconciler:
             )
 
 
-def _number(cache: Cache) -> int:
+def _served_number(cache: Cache) -> int:
     return cache.generation.number if cache.generation else 0

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from weightcached.daemon.fairness import Ticket
-from weightcached.daemon.packets import readable
+from weightcached.system.waits import readable
 from weightcached.wire.framing import (
     MAX_PACKET_BYTES,
     Packet,
@@ -114,7 +114,7 @@ def hang_up(sock: socket.socket, ticket: Ticket) -> asyncio.Future[None] | None:
 
 
 async def _hang_up_in_turn(sock: socket.socket, ticket: Ticket) -> None:
-    await ticket.burial_turn()
+    await ticket.close_turn()
     await _in_thread(partial(_drain_and_close, sock))
 
 

@@ -17,8 +17,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -57,7 +57,7 @@ _PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 0.2
 
 
-class Daemon:
+class DaemonChannel:
     """The socket to the daemon, and the time spent in each phase."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -109,7 +109,7 @@ def main() -> None:
         level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
     )
     job = decode_job(sys.stdin.buffer.read())
-    daemon = Daemon(socket.socket(fileno=job.socket_fd))
+    daemon = DaemonChannel(socket.socket(fileno=job.socket_fd))
     try:
         _run(job, daemon)
     except BaseException as e:
@@ -125,7 +125,7 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
-def _tell(daemon: Daemon, e: BaseException) -> None:
+def _tell(daemon: DaemonChannel, e: BaseException) -> None:
     traceback.print_exc()
     code = e.code if isinstance(e, WeightcachedError) else "load-failed"
     text = str(e) if isinstance(e, WeightcachedError) else f"{type(e).__name__}: {e}"
@@ -154,7 +154,7 @@ def _prefer_for_oom_killer() -> None:
         score.write("800")
 
 
-def _run(job: LoaderJob, daemon: Daemon) -> None:
+def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
     daemon.phase("configuring")
     # Imports make objects by the million and no garbage: looking for it is a quarter of their time.
     gc.disable()
@@ -166,12 +166,11 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     import torch
 
     from weightcached.segments.cuda import CudaBackend
-    from weightcached.vllm_compat import group_rank as group
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import group_rank, solo_rank
 
     daemon.phase("configuring")
-    vllm_config = rank.create_vllm_config(job)
-    vllm_config, model_config = rank.configs_of(vllm_config, job.role)
+    vllm_config = solo_rank.create_vllm_config(job)
+    vllm_config, model_config = solo_rank.configs_of(vllm_config, job.role)
     if vllm_config.device_config.device_type != ("cpu" if is_host_device(job.device) else "cuda"):
         raise WeightcachedError(
             f"{job.cache}: the vLLM of {sys.executable} runs on {vllm_config.device_config.device_type}, "
@@ -187,11 +186,15 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
         if (warning := backend.persistence_warning()) is not None:
             log.warning("%s", warning)
     if job.rendezvous is None:
-        with rank.solo_rank(vllm_config, job.rank):
+        with solo_rank.solo_rank(vllm_config, job.rank):
+            solo_rank.init_workspace(vllm_config)
             _load(job, daemon, backend, vllm_config, model_config, None)
         return
     daemon.phase("meeting")
-    with group.group_rank(vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)) as peers:
+    with group_rank.group_rank(
+        vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)
+    ) as peers:
+        solo_rank.init_workspace(vllm_config)
         _load(job, daemon, backend, vllm_config, model_config, peers)
 
 
@@ -226,7 +229,7 @@ def _checkpoint_of(job: LoaderJob) -> Any:
 
 def _load(
     job: LoaderJob,
-    daemon: Daemon,
+    daemon: DaemonChannel,
     backend: Backend,
     vllm_config: Any,
     model_config: Any,
@@ -252,7 +255,7 @@ def _load(
             yield build.build_on_meta(vllm_config, model_config)
 
     total = sum(file.size for file in key.checkpoint.files)
-    _check_memory(job, backend, total, vllm_config, model_config)
+    _check_memory(job, backend, built, vllm_config)
     daemon.phase("weights", total)
     counter = Counter(daemon, total)
     model = solo_rank.load_for_stage(vllm_config, model_config, stage, counter)
@@ -267,7 +270,7 @@ def _load(
         )
     if job.role == "draft":
         draft_sharing.leave_out(model, vllm_config)
-    loaded = proof.snapshot(model)
+    loaded = proof.slots_of(model)
     daemon.phase("packing")
     records, sources = pack.describe(model)
     with ExitStack() as undo:
@@ -332,7 +335,7 @@ def _device(backend: Backend) -> Any:
 class Counter:
     """Counts checkpoint bytes as the model takes them, and reports progress."""
 
-    def __init__(self, daemon: Daemon, total: int) -> None:
+    def __init__(self, daemon: DaemonChannel, total: int) -> None:
         self._daemon = daemon
         self._total = total
         self.done = 0
@@ -343,14 +346,18 @@ class Counter:
 
 
 def _check_memory(
-    job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any, model_config: Any
+    job: LoaderJob,
+    backend: Backend,
+    built: Callable[[], AbstractContextManager[Any]],
+    vllm_config: Any,
 ) -> None:
     """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who
     holds the memory.
     """
-    from weightcache_loader.fallback import least_bytes
+    from weightcached.vllm_compat import room
 
-    needed = least_bytes(checkpoint_bytes, vllm_config, model_config)
+    with built() as bare:
+        needed = room.least_bytes(bare, vllm_config)
     free, total = backend.free_bytes()
     if needed <= free:
         return
@@ -376,7 +383,7 @@ def _peak_bytes() -> int:
 
 
 def _hand_over(
-    daemon: Daemon,
+    daemon: DaemonChannel,
     index: index_format.TensorIndex,
     fds: list[OwnedFd],
     peak_bytes: int,

@@ -1,8 +1,8 @@
 """Bind a tensor index to a model built on the meta device.
 
 The loader child attaches each generation with this same code before it publishes it
-(weightcached/model/proof.py), so what is proven there is what an engine does. Every tensor of the
-model comes from the index; one that does not is an error, never uninitialised memory.
+(weightcached/model/proof.py), so an engine repeats exactly the steps that were proven. Every tensor
+of the model comes from the index. A tensor that does not is an error, never uninitialised memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 import msgspec
@@ -19,18 +20,18 @@ from torch import nn
 
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
 from weightcached.index.tensors import Kind, ModulePlan, TensorIndex, TensorRecord
-from weightcached.model.values import decode_value
+from weightcached.model.values import ModuleOf, decode_value
 from weightcached.model.walk import TensorSlot, tensors, type_name, walk
 from weightcached.segments.api import Mapping, PrivateCopy
 
 # A key in brackets, as repr() writes an integer or a string, or a name.
 _PATH_TOKEN = re.compile(r"""\[(-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]|([^.\[\]]+)""")
-# What following a path raises where something on the way is not there.
-NOT_THERE = (AttributeError, LookupError, TypeError)
+# Errors raised while following a path, if a step of it is missing.
+LOOKUP_ERRORS = (AttributeError, LookupError, TypeError)
 
 
 class PathError(UnsupportedQuantForIPCError):
-    """What the index has for a path cannot be brought to it. The text begins with the path."""
+    """A tensor or value of the index cannot be put at its path. The text begins with the path."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}: {what}")
@@ -38,7 +39,9 @@ class PathError(UnsupportedQuantForIPCError):
 
 
 class Hooks(Protocol):
-    """Post-processing, as hooks.PostProcessing runs it."""
+    """The engine's part in binding, which vllm_compat.hooks.PostProcessing implements."""
+
+    def module_of(self, name: str) -> ModuleType: ...
 
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None: ...
 
@@ -64,9 +67,7 @@ class Storages:
         self._made: dict[tuple[int, bool], torch.UntypedStorage] = {}
 
     def get(self, number: int | None, *, on_host: bool) -> torch.UntypedStorage:
-        """Storage `number`; None is an empty one. on_host storages are copied out of device
-        memory.
-        """
+        """Storage `number`; None is an empty one. on_host: a copy in host memory."""
         host = on_host and self._device.type != "cpu"
         if number is None:
             return torch.empty(
@@ -91,6 +92,15 @@ class Storages:
             if not host and not self._index.segments[records[number].segment].private
         )
 
+    def refresh(self) -> None:
+        """Refresh this process's copies after other bytes came under the mapping."""
+        for segment, copy in self._private.items():
+            nbytes = self._index.segments[segment].nbytes
+            copy.view(0, nbytes).copy_(self._mapping.view(segment, 0, nbytes))
+        for (number, host), storage in self._made.items():
+            if host:
+                torch.empty(0, dtype=torch.uint8).set_(storage).copy_(self._view(number))
+
     def _view(self, number: int) -> torch.Tensor:
         record = self._index.storages[number]
         if self._index.segments[record.segment].private:
@@ -103,8 +113,9 @@ class Storages:
 
 
 def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
-    """The tensor that a record describes, over its storage. Raises IndexFormatError where it would
-    reach outside.
+    """The tensor that a record describes, over its storage.
+
+    Raises IndexFormatError if it would reach outside of the storage.
     """
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -133,11 +144,10 @@ def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
 
 
 def skeleton_of(model: nn.Module) -> str:
-    """Digest of a freshly built model's structure: names, shapes, dtypes, and classes of all that
-    hangs in it.
+    """Digest of a freshly built model's structure: names, shapes, dtypes and classes.
 
-    Enums count: kernel backends are chosen by them. Other values do not, and neither does what
-    differs with compilation alone: an engine started with enforce_eager or another max_model_len
+    Enums count, because they choose kernel backends. Other values do not. Neither do differences
+    that come from compilation alone: an engine started with enforce_eager or another max_model_len
     maps the same bytes.
     """
     digest = hashlib.sha256()
@@ -180,9 +190,9 @@ class Binder:
         """Post-process by plan, bind all tensors, set values, check.
 
         On `processed` weights, hooks to replay run before binding, and hooks to rerun after it;
-        what these replaced is bound once more. On `loaded` weights all hooks come last: what they
-        make of the weights is the engine's own. Raises IndexFormatError or
-        UnsupportedQuantForIPCError naming the path; the model is unusable then.
+        tensors that these replaced are bound once more. On `loaded` weights all hooks come last:
+        their results belong to the engine. Raises IndexFormatError or UnsupportedQuantForIPCError
+        naming the path; the model is unusable then.
         """
         plans = self._index.modules
         if self._index.stage == "processed":
@@ -190,16 +200,16 @@ class Binder:
             self._bind_all(may_be_absent=True)
             hooks.after_binding(self._model, plans, self._storages.shared())
         self._bind_all(may_be_absent=False)
-        self._set_values()
+        self._set_values(hooks.module_of)
         self._remove_leftovers()
         if self._index.stage == "loaded":
             hooks.after_binding(self._model, plans, ())
 
-    def _set_values(self) -> None:
+    def _set_values(self, module_of: ModuleOf) -> None:
         # Values first: a parameter that is None keeps its place in the module's registry that way.
         for plan in self._index.modules:
             for path, raw in plan.values.items():
-                self._set_value(path, raw)
+                self._set_value(path, raw, module_of)
 
     def _bind_all(self, *, may_be_absent: bool) -> None:
         for record in self._index.tensors:
@@ -207,17 +217,17 @@ class Binder:
             for name in record.names:
                 try:
                     owner, leaf = resolve_owner(self._model, name)
-                    there = current(owner, leaf)
-                except NOT_THERE as e:
+                    there = look_up(owner, leaf)
+                except LOOKUP_ERRORS as e:
                     if may_be_absent:
                         continue
                     raise PathError(name, f"nothing here to hang the tensor on ({e})") from e
                 if tensor is None:
-                    tensor = self._bound[record.names[0]] = self._make(record, there)
+                    tensor = self._bound[record.names[0]] = self._make_tensor(record, there)
                 if there is not tensor:
-                    hang(owner, leaf, tensor, record, name)
+                    attach_tensor(owner, leaf, tensor, record, name)
 
-    def _make(self, record: TensorRecord, template: Any) -> torch.Tensor:
+    def _make_tensor(self, record: TensorRecord, template: Any) -> torch.Tensor:
         tensor = tensor_of(record, self._storages)
         if record.kind != "parameter":
             return tensor
@@ -234,16 +244,16 @@ class Binder:
         return parameter
 
     def _remove_leftovers(self) -> None:
-        # What post-processing consumed: the loaded model has no such tensor any more, so neither
-        # may this one.
+        # Tensors that post-processing consumed: the loaded model no longer has them, so this model
+        # must not have them either.
         self.leftovers = (
             self._find_leftovers() if self._index.leftovers is None else self._index.leftovers
         )
         for path in self.leftovers:
             try:
                 owner, leaf = resolve_owner(self._model, path)
-                there = current(owner, leaf)
-            except NOT_THERE as e:
+                there = look_up(owner, leaf)
+            except LOOKUP_ERRORS as e:
                 raise PathError(path, f"nothing here to remove ({e})") from e
             if isinstance(owner, tuple):
                 raise PathError(path, "still on the meta device, the index has no tensor for it")
@@ -257,14 +267,14 @@ class Binder:
             raise PathError(left[0], "still on the meta device after binding")
         return found
 
-    def _set_value(self, path: str, raw: msgspec.Raw) -> None:
+    def _set_value(self, path: str, raw: msgspec.Raw, module_of: ModuleOf) -> None:
         try:
             owner, leaf = resolve_owner(self._model, path)
-        except NOT_THERE as e:
+        except LOOKUP_ERRORS as e:
             raise PathError(path, f"nothing here to set the value on ({e})") from e
         if isinstance(owner, tuple):
             raise PathError(path, "a value inside a tuple cannot be replaced")
-        value = decode_value(raw)
+        value = decode_value(raw, module_of)
         if isinstance(owner, list | dict):
             owner[leaf] = value
             return
@@ -303,8 +313,8 @@ def _step(owner: Any, step: Any) -> Any:
     return owner[step] if isinstance(owner, list | tuple | dict) else getattr(owner, step)
 
 
-def current(owner: Any, leaf: Any) -> Any:
-    """What hangs there now, or None. Raises IndexError past the end of a list or tuple."""
+def look_up(owner: Any, leaf: Any) -> Any:
+    """The present value, or None. Raises IndexError past the end of a list or tuple."""
     if isinstance(owner, list | tuple):
         return owner[leaf]
     if isinstance(owner, dict):
@@ -312,10 +322,10 @@ def current(owner: Any, leaf: Any) -> Any:
     return getattr(owner, leaf, None)
 
 
-def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name: str) -> None:
-    """Put the tensor there, under that name of the record. Raises PathError where that cannot
-    be.
-    """
+def attach_tensor(
+    owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name: str
+) -> None:
+    """Put the tensor there, under this name of the record. Raises PathError if that is impossible."""
     if isinstance(owner, tuple):
         raise PathError(name, "a tensor inside a tuple cannot be replaced")
     if isinstance(owner, list | dict):
@@ -331,8 +341,8 @@ def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name
     }
     kind, persistent = record.kind, record.persistent
     if name != record.names[0]:
-        # The record tells of its first name; a buffer may hang in another module as an attribute of
-        # that.
+        # The record describes its first name; in another module the same buffer may be an
+        # attribute.
         kind = next((k for k, registry in kinds.items() if leaf in registry), kind)
         persistent = leaf not in owner._non_persistent_buffers_set
     for other, registry in kinds.items():
@@ -346,7 +356,7 @@ def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name
 
 
 def remove(owner: Any, leaf: Any) -> None:
-    """Take whatever hangs there away; nothing is fine too."""
+    """Remove the value there, if there is one."""
     if isinstance(owner, nn.Module):
         for registry in (owner._parameters, owner._buffers, owner.__dict__):
             registry.pop(leaf, None)

@@ -1,7 +1,7 @@
-"""Which plan each hook has while a generation is being proven, and what it has when one fails.
+"""The plan of each hook while a generation is being proven, and the next one if a plan fails.
 
-The order is rerun, replay, restore; a plan that failed is not tried again. What differs without
-belonging to a hook, or belongs to one that is out of plans, refuses the load.
+The order is rerun, replay, restore; a plan that failed is not tried again. A difference refuses the
+load if it belongs to no hook, or to a hook that has no plan left.
 """
 
 from __future__ import annotations
@@ -13,13 +13,28 @@ import msgspec
 
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName
-from weightcached.vllm_compat.hooks import HookFailure
 
+# Path of the module, import path of the class whose hook it is.
+HookKey = tuple[str, str]
 _NEXT: dict[PlanName, PlanName] = {"rerun": "replay", "replay": "restore"}
 
 
+class HookFailure(NamedTuple):
+    key: HookKey
+    text: str
+
+
+class HooksFailedError(UnsupportedQuantForIPCError):
+    """Hooks raised. `failures` are all of them; the text is that of the first."""
+
+    def __init__(self, failures: Sequence[HookFailure]) -> None:
+        (module, method), text = failures[0]
+        super().__init__(f"{module or '<root>'}: the hook of {method} failed: {text}")
+        self.failures = list(failures)
+
+
 class Difference(NamedTuple):
-    """Where an attached model differs from the loaded one; `str()` is `path: what`."""
+    """A difference between the attached and the loaded model; `str()` is `path: what`."""
 
     path: str
     what: str
@@ -29,21 +44,17 @@ class Difference(NamedTuple):
 
 
 class Plans:
-    """The plans of one model. `values` are to be restored, by path; a hook that gets its next plan
-    clears them.
-    """
+    """The plans of one model. `values` are restored, by path; a hook's next plan clears its own."""
 
     def __init__(self, first: Sequence[ModulePlan]) -> None:
         self._plans = {(plan.module, plan.method): plan for plan in first}
         self._modules = {plan.module for plan in first}
         self.values: dict[str, Any] = {}
-        # What an attached model differed in first, by hook.
+        # The first difference of an attached model, by hook.
         self._differed: dict[tuple[str, str], str] = {}
 
     def records(self) -> list[ModulePlan]:
-        """As the index has them: one per hook, each with the values below its module, then those of
-        no hook.
-        """
+        """The plans for the index: one per hook, with values below its module; then other values."""
         values: dict[tuple[str, str], dict[str, msgspec.Raw]] = {}
         for path, wire in self.values.items():
             keys = self._keys_at(path) or [(path.rpartition(".")[0], "")]
@@ -58,12 +69,13 @@ class Plans:
         ]
 
     def advance(self, differences: Sequence[Difference]) -> None:
-        """Give the hooks to which these belong their next plan. Raises UnsupportedQuantForIPCError
-        where none has.
+        """Give the hooks of these differences their next plan.
+
+        Raises UnsupportedQuantForIPCError if none has one.
         """
         failed: dict[tuple[str, str], str] = {}
         for difference in differences:
-            for key in self._with_next(difference.path) or self._refuse(
+            for key in self._keys_with_next_plan(difference.path) or self._refuse(
                 difference.path, str(difference)
             ):
                 failed.setdefault(key, str(difference))
@@ -75,18 +87,18 @@ class Plans:
         """The same for one path at which binding stopped, and for all hooks of that class with that
         plan.
 
-        Raises UnsupportedQuantForIPCError with the error's text where there is no next plan.
+        Raises UnsupportedQuantForIPCError with the error's text if a hook has no next plan.
         """
         if not self._keys_at(path):
             raise error
-        keys = self._with_next(path) or self._refuse(path, str(error))
+        keys = self._keys_with_next_plan(path) or self._refuse(path, str(error))
         alike = {(method, self._plans[module, method].plan) for module, method in keys}
         self._advance(
             {key: str(error) for key, plan in self._plans.items() if (key[1], plan.plan) in alike}
         )
 
     def advance_hooks(self, failures: Iterable[HookFailure], error: Exception) -> None:
-        """The same for hooks that raised. Raises `error` where one of them has no next plan."""
+        """The same for hooks that raised. Raises `error` if one of them has no next plan."""
         failed = {failure.key: failure.text for failure in failures}
         if any(self._plans[key].plan not in _NEXT for key in failed):
             raise error
@@ -100,8 +112,8 @@ class Plans:
         self.values = {}
 
     def _keys_at(self, path: str) -> list[tuple[str, str]]:
-        """The hooks of the nearest module at or above a path. The model's own hook has only what
-        hangs in the root.
+        """The hooks of the nearest module at or above a path. The model's own hook has only the
+        root.
         """
         module = path
         while module and module not in self._modules:
@@ -111,13 +123,11 @@ class Plans:
             return []
         return [key for key in self._plans if key[0] == module]
 
-    def _with_next(self, path: str) -> list[tuple[str, str]]:
+    def _keys_with_next_plan(self, path: str) -> list[tuple[str, str]]:
         return [key for key in self._keys_at(path) if self._plans[key].plan in _NEXT]
 
     def _refuse(self, path: str, text: str) -> NoReturn:
-        """Raise, with what was tried. What differed when a hook had run says more than what is
-        missing without it.
-        """
+        """Raise with the plans tried. A difference after a hook ran explains more than one without."""
         keys = self._keys_at(path)
         lead = next((self._differed[key] for key in keys if key in self._differed), text)
         tried = []

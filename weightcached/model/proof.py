@@ -3,15 +3,16 @@ loaded.
 
 compare() looks at modules, parameters, buffers, attributes, quantization and kernel objects: path,
 type, kind, persistence, dtype, shape, stride, offset, which names are one object, which share a
-storage; bytes by digest. A restorable value that differs is recorded in the plan and the attach
-repeated. Any other difference is answered by the next plan of the hook that it belongs to
-(plans.py), and refuses the load where there is none.
+storage; bytes by digest. If a restorable value differs, the plan records it and the attach is
+repeated. Any other difference gives its hook the next plan (plans.py), or refuses the load if there
+is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,22 +24,23 @@ from weightcached.index.tensors import ModulePlan, TensorIndex
 from weightcached.model.bind import Binder, Hooks, PathError, Storages
 from weightcached.model.hashing import SegmentHasher
 from weightcached.model.pack import plain_storage
-from weightcached.model.plans import Difference, Plans
+from weightcached.model.plans import Difference, HooksFailedError, Plans
+from weightcached.model.values import loaded_module
 from weightcached.model.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.segments.api import Mapping
-from weightcached.vllm_compat.hooks import HooksFailedError
 
 
-class Snapshot(NamedTuple):
+class ModelSlots(NamedTuple):
     """A model's slots in comparable form: `tensors` and `values` by path."""
 
     tensors: dict[str, tuple[Any, ...]]
     values: dict[str, ValueSlot]
 
 
-def snapshot(model: nn.Module) -> Snapshot:
-    """The model as it is now; holds no tensors. Raises UnsupportedQuantForIPCError for one that
-    cannot be packed.
+def slots_of(model: nn.Module) -> ModelSlots:
+    """The model as it is now, without its tensors.
+
+    Raises UnsupportedQuantForIPCError for a model that cannot be packed.
     """
     tensors: dict[str, tuple[Any, ...]] = {}
     values: dict[str, ValueSlot] = {}
@@ -49,7 +51,7 @@ def snapshot(model: nn.Module) -> Snapshot:
             tensors[slot.path] = _tensor_signature(slot, objects, storages)
         else:
             values[slot.path] = slot
-    return Snapshot(tensors, values)
+    return ModelSlots(tensors, values)
 
 
 def _tensor_signature(
@@ -67,9 +69,9 @@ def _tensor_signature(
 
 def _class_of(tensor: torch.Tensor) -> str:
     name = type_name(type(tensor))
-    # vLLM's own classes say how a checkpoint is read into a parameter, which is over. A hook that
-    # renames one leaves it where the engine's model, which was never loaded, has nothing of that
-    # class.
+    # vLLM's own parameter classes only say how to read a checkpoint, which is over. If a hook
+    # renames such a parameter, it keeps its class; the engine's model, which was never loaded, has
+    # none of that class there.
     return _PARAMETER if name.startswith("vllm.model_executor.parameter.") else name
 
 
@@ -82,8 +84,8 @@ _SIGNATURE = (
 )  # fmt: skip
 
 
-def tensor_differences(loaded: Snapshot, attached: Snapshot) -> list[Difference]:
-    """Where the tensors of two models differ, in the order of the loaded one."""
+def tensor_differences(loaded: ModelSlots, attached: ModelSlots) -> list[Difference]:
+    """The differences between the tensors of two models, in the order of the loaded one."""
     found = []
     for path, ours in loaded.tensors.items():
         theirs = attached.tensors.get(path)
@@ -100,14 +102,14 @@ def tensor_differences(loaded: Snapshot, attached: Snapshot) -> list[Difference]
 
 
 def value_differences(
-    loaded: Snapshot, attached: Snapshot
+    loaded: ModelSlots, attached: ModelSlots
 ) -> tuple[dict[str, Any], list[Difference]]:
     """(values to restore by path, differences that cannot be restored)."""
     restore: dict[str, Any] = {}
     found = []
     for path, ours in loaded.values.items():
         theirs = attached.values.get(path)
-        if theirs is not None and _same(theirs.wire, ours.wire):
+        if theirs is not None and _equal_as_encoded(theirs.wire, ours.wire):
             continue
         if ours.restorable:
             restore[path] = ours.wire
@@ -123,15 +125,16 @@ def value_differences(
     return restore, found
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal_as_encoded(a: Any, b: Any) -> bool:
     # As encoded: for Python True equals 1 and 1.0, and NaN nothing.
     return msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 
 class _NoHooks:
-    """On loaded weights an engine post-processes what it has bound, so the proof ends before
-    that.
-    """
+    """On loaded weights an engine post-processes after binding, so the proof ends before that."""
+
+    def module_of(self, name: str) -> ModuleType:
+        return loaded_module(name)
 
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
         pass
@@ -143,7 +146,7 @@ class _NoHooks:
 
 
 def prove(
-    loaded: Snapshot,
+    loaded: ModelSlots,
     index: TensorIndex,
     mapping: Mapping,
     device: torch.device,
@@ -154,10 +157,11 @@ def prove(
 ) -> TensorIndex:
     """Attach, compare, and return the index with the plans that passed.
 
-    A hook whose plan fails gets the next one of rerun, replay, restore, and the attach is done
-    anew, on a new model. built: a model on the meta device, for the time of the block; hooks: what
-    the engine runs around binding; plans: what to try first. Raises UnsupportedQuantForIPCError
-    naming the path of the first difference, SegmentError for wrong bytes.
+    If a hook's plan fails, the hook gets the next one of rerun, replay, restore, and a new model is
+    attached. built: a model on the meta device, for the time of the block; hooks: post-processing
+    around binding, as the engine runs it; plans: the first ones to try. Raises
+    UnsupportedQuantForIPCError naming the path of the first difference, SegmentError for wrong
+    bytes.
     """
     if (wrong := first_wrong_storage(index, mapping, device)) is not None:
         raise SegmentError(
@@ -170,7 +174,7 @@ def prove(
     while True:
         attempt = msgspec.structs.replace(index, modules=tried.records())
         try:
-            attached, leftovers = _attached(attempt, mapping, device, built, hooks)
+            attached, leftovers = _attach_and_read(attempt, mapping, device, built, hooks)
         except HooksFailedError as e:
             tried.advance_hooks(e.failures, e)
             continue
@@ -190,27 +194,25 @@ def prove(
             return msgspec.structs.replace(attempt, leftovers=leftovers)
 
 
-def _attached(
+def _attach_and_read(
     index: TensorIndex,
     mapping: Mapping,
     device: torch.device,
     built: Callable[[], AbstractContextManager[nn.Module]],
     hooks: Hooks,
-) -> tuple[Snapshot, list[str]]:
-    """What an engine has with this index, and what it removed for that.
+) -> tuple[ModelSlots, list[str]]:
+    """The model as an engine would attach it, and the tensors that attaching removed.
 
     Its private tensors are freed before the next attempt copies them again.
     """
     with built() as model:
         binder = Binder(model, index, Storages(index, mapping, device, copy=False))
         binder.attach(hooks)
-        return snapshot(model), binder.leftovers
+        return slots_of(model), binder.leftovers
 
 
 def first_wrong_storage(index: TensorIndex, mapping: Mapping, device: torch.device) -> str | None:
-    """Digest all storages as mapped; the first tensor over the first one whose bytes differ, or
-    None.
-    """
+    """Digest all mapped storages; the first tensor over the first storage that differs, or None."""
     names: dict[int | None, str] = {}
     for record in index.tensors:
         names.setdefault(record.storage, record.names[0])

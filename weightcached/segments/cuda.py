@@ -1,8 +1,8 @@
 """The CUDA backend: segments as exportable GPU memory, and how torch sees it in place.
 
 A published segment belongs to its descriptors and mappings, not to a process. Engines map all
-segments of an index into one address range whose pages they cannot write. The calls behind it, and
-who gives what back, are in cuda_driver.py; who uses how much memory is system/gpus.py's.
+segments of an index into one address range whose pages they cannot write. cuda_driver.py has the
+driver calls and the owners of resources; system/gpus.py knows which process uses how much memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
-from weightcached.segments.api import BackendName
+from weightcached.segments.backend_name import BackendName
 from weightcached.segments.cuda_driver import (
     Allocation,
     CudaError,
@@ -21,7 +21,7 @@ from weightcached.segments.cuda_driver import (
     MappedRange,
     PrimaryContext,
 )
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ class DeviceArray:
 
 
 def torch_tensor(array: DeviceArray) -> torch.Tensor:
-    """uint8, shape (array.nbytes,): the array itself. Raises SegmentError should torch have copied
-    it.
-    """
+    """uint8, shape (array.nbytes,): the array itself. Raises SegmentError if torch copied it."""
     # The daemon imports this package and never torch.
     import torch
 
@@ -76,9 +74,7 @@ AsTensor = Callable[[DeviceArray], Any]
 
 
 class CudaSegment:
-    """A segment that its creator still fills, mapped read-write. WritableSegment of
-    segments/api.py.
-    """
+    """A segment that its creator fills, mapped read-write. WritableSegment of segments/api.py."""
 
     def __init__(
         self,
@@ -97,9 +93,7 @@ class CudaSegment:
         self._array: Callable[[], DeviceArray | None] = lambda: None
 
     def tensor(self) -> torch.Tensor:
-        """uint8, shape (nbytes,), writable, new memory is not zeroed. Must be gone, views too,
-        before publish().
-        """
+        """uint8, shape (nbytes,), writable, not zeroed. Must be gone, with its views, at publish()."""
         mapped = self._open("tensor")
         array = self._array()
         if array is None:
@@ -127,9 +121,7 @@ class CudaSegment:
         return fd
 
     def close(self) -> None:
-        """Free what publish() did not pass on, once no tensor over it is left. May be called
-        twice.
-        """
+        """Free an unpublished segment once no tensor over it is left. May be called twice."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None and self._array() is None:
             mapped.close()
@@ -161,9 +153,7 @@ class CudaMapping:
         self._as_tensor = as_tensor
 
     def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        """uint8, shape (nbytes,), with a storage of its own that begins at the offset. Writing to
-        it faults.
-        """
+        """uint8, shape (nbytes,), with its own storage from the offset on. Writing to it faults."""
         mapped, address = self._at(segment, offset_bytes, nbytes)
         tensor: torch.Tensor = self._as_tensor(
             DeviceArray(mapped, address, nbytes, self._gpu.ordinal)
@@ -176,24 +166,49 @@ class CudaMapping:
         return self._gpu.read(address, nbytes, f"cannot read {nbytes} bytes of segment {segment}")
 
     def private_copy(self, segment: int) -> CudaCopy:
-        """A writable copy of one segment in memory of torch's allocator, made by one
-        device-to-device copy.
-        """
+        """A writable copy of one segment, from torch's allocator, made by one copy on the device."""
         return CudaCopy(
             self.view(segment, 0, self._sizes[segment]).clone(), self._gpu.ordinal, self._as_tensor
         )
 
-    def close(self) -> None:
-        """Drop this reference; unmaps now, or when the last tensor over the range goes. May be
-        called twice.
+    def unmap(self) -> None:
+        """Take the memory from under all tensors, which keep their addresses.
+
+        Until map_again() nothing may touch them. Raises SegmentError; nothing has changed then.
         """
+        self._open().unmap()
+
+    def map_again(self, fds: Sequence[OwnedFd]) -> None:
+        """Adopt the descriptors (closing each) and put their segments, of the same sizes, in place
+        of this mapping's.
+
+        Raises SegmentError. If a descriptor cannot be adopted, the old mapping stays; after any
+        other error nothing is mapped.
+        """
+        failing = f"cannot map {len(self._sizes)} segments on {self._gpu.device} again"
+        mapped = self._open()
+        with ExitStack() as descriptors:
+            descriptors.callback(close_all, fds)
+            if len(fds) != len(self._sizes):
+                raise SegmentError(f"{failing}: {len(fds)} descriptors came with them")
+            with self._gpu.context.current(), ExitStack() as handles:
+                pieces = _adopt(self._gpu, fds, self._sizes, handles, failing)
+                mapped.unmap()
+                self._gpu.map_again(mapped, pieces, failing=failing)
+
+    def close(self) -> None:
+        """Drop this reference; unmaps with the last tensor over the range. May be called twice."""
         self._mapped = None
 
-    def _at(self, segment: int, offset_bytes: int, nbytes: int) -> tuple[MappedRange, int]:
+    def _open(self) -> MappedRange:
         if self._mapped is None:
             raise SegmentError(
                 f"a mapping of {self.nbytes} bytes is closed: take its tensors before close()"
             )
+        return self._mapped
+
+    def _at(self, segment: int, offset_bytes: int, nbytes: int) -> tuple[MappedRange, int]:
+        mapped = self._open()
         if not 0 <= segment < len(self._sizes):
             raise SegmentError(
                 f"segment {segment} is not one of the {len(self._sizes)} that are mapped"
@@ -202,7 +217,7 @@ class CudaMapping:
             raise SegmentError(
                 f"{nbytes} bytes at {offset_bytes} reach outside segment {segment} of {self._sizes[segment]} bytes"
             )
-        return self._mapped, self._mapped.address + self._offsets[segment] + offset_bytes
+        return mapped, mapped.address + self._offsets[segment] + offset_bytes
 
 
 class CudaCopy:
@@ -244,22 +259,21 @@ class CudaBackend:
         return self._gpu.granularity
 
     def driver(self) -> str:
-        """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: the memory outlives every
-        process that loads it.
-        """
-        return devices.driver_name(devices.kernel_driver_version())
+        """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: memory outlives its processes."""
+        return gpus.driver_name(gpus.kernel_driver_version())
 
     def free_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the device's memory. Raises SegmentError."""
         return self._gpu.memory()
 
     def persistence_warning(self) -> str | None:
-        """What to tell the operator if persistence mode is off, else None."""
-        return devices.persistence_warning(self.device)
+        """A warning for the operator if persistence mode is off, else None."""
+        return gpus.persistence_warning(self.device)
 
     def create(self, nbytes: int) -> CudaSegment:
-        """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError,
-        OutOfDeviceMemoryError.
+        """A new segment of `nbytes`, a multiple of granularity().
+
+        Raises SegmentError, OutOfDeviceMemoryError.
         """
         failing = f"cannot create a segment of {nbytes} bytes on {self.device}"
         self._check_size(nbytes, failing)
@@ -301,22 +315,13 @@ class CudaBackend:
             for segment, size in enumerate(nbytes):
                 self._check_size(size, f"{failing}: segment {segment}")
             with self._gpu.context.current(), ExitStack() as handles, ExitStack() as resources:
-                pieces = self._adopt(fds, nbytes, handles, failing)
+                pieces = _adopt(self._gpu, fds, nbytes, handles, failing)
                 mapped = self._gpu.map_range(
                     pieces, writable=False, resources=resources, failing=failing
                 )
-                # Leaving the block releases the handles: what is mapped holds the memory by itself.
+                # Leaving the block releases the handles: the mapping keeps the memory alive by
+                # itself.
         return CudaMapping(self._gpu, mapped, nbytes, self._as_tensor)
-
-    def _adopt(
-        self, fds: Sequence[OwnedFd], nbytes: Sequence[int], handles: ExitStack, failing: str
-    ) -> list[tuple[Allocation, int]]:
-        pieces: list[tuple[Allocation, int]] = []
-        for segment, (fd, size) in enumerate(zip(fds, nbytes, strict=True)):
-            allocation = self._gpu.adopt(fd, f"{failing}: descriptor of segment {segment}")
-            handles.callback(allocation.close)
-            pieces.append((allocation, size))
-        return pieces
 
     def _check_size(self, nbytes: int, failing: str) -> None:
         unit = self._gpu.granularity
@@ -326,7 +331,7 @@ class CudaBackend:
             )
 
     def _out_of_memory(self, failing: str, free: int, total: int) -> OutOfDeviceMemoryError:
-        found = devices.holders(self.device)
+        found = gpus.holders(self.device)
         listed = ", ".join(
             f"pid {holder.pid} ({holder.name}) {_gib(holder.nbytes)}" for holder in found
         )
@@ -336,6 +341,17 @@ class CudaBackend:
             f"{rest} by descriptors, contexts and other containers: stop a process ('nvidia-smi' lists them), or free "
             "a cache with 'weightcachectl drop'"
         )
+
+
+def _adopt(
+    gpu: Gpu, fds: Sequence[OwnedFd], nbytes: Sequence[int], handles: ExitStack, failing: str
+) -> list[tuple[Allocation, int]]:
+    pieces: list[tuple[Allocation, int]] = []
+    for segment, (fd, size) in enumerate(zip(fds, nbytes, strict=True)):
+        allocation = gpu.adopt(fd, f"{failing}: descriptor of segment {segment}")
+        handles.callback(allocation.close)
+        pieces.append((allocation, size))
+    return pieces
 
 
 def _gib(nbytes: int) -> str:

@@ -7,11 +7,11 @@ life, in order:
     publish  cuCtxSynchronize, cuMemExportToShareableHandle, cuMemUnmap, cuMemAddressFree, cuMemRelease
     map      cuMemImportFromShareableHandle each, cuMemAddressReserve, cuMemMap each, cuMemSetAccess (read),
              cuMemRelease each
+    unmap    cuCtxSynchronize, cuMemUnmap each; map again: as map, without a new range
     close    cuCtxSynchronize, cuMemUnmap each, cuMemAddressFree
 
-An argument that the driver refuses is the result of that one call and leaves no error behind: torch
-works on. Only faults of kernels stick to the context. What segments are and how torch sees them is
-cuda.py's.
+If the driver refuses an argument, only that call fails; torch works on. Only faults of kernels stay
+with the context. cuda.py defines segments and shows them to torch.
 """
 
 from __future__ import annotations
@@ -66,18 +66,16 @@ class CudaError(SegmentError):
 
 
 class Driver:
-    """The driver API, every result checked. Names and arguments are those of
-    cuda.bindings.driver.
-    """
+    """The driver API, every result checked. Names and arguments as in cuda.bindings.driver."""
 
     def __init__(self, api: Any) -> None:
         self.api = api
 
     def call(self, name: str, *arguments: Any, failing: str, advice: str = "") -> Any:
-        """What the call returns beside its result. `failing` opens the error text, e.g. "cannot map
-        segment 2".
+        """The values that the call returns after its status. `failing` opens the error text, e.g.
+        "cannot map segment 2".
 
-        Raises CudaError, with `advice` where the error's name says nothing better; SegmentError
+        Raises CudaError, with `advice` unless the error's name has better advice; SegmentError
         without a driver.
         """
         try:
@@ -95,16 +93,14 @@ class Driver:
         return values[0] if len(values) == 1 else tuple(values)
 
     def give_back(self, name: str, *arguments: Any) -> None:
-        """Call what gives a resource back. A failure is logged: the rest must be given back as
-        well.
-        """
+        """Release a resource. A failure is only logged: the other resources must be released too."""
         with logged():
             self.call(name, *arguments, failing="a CUDA resource stays until this process ends")
 
 
 @contextlib.contextmanager
 def logged() -> Iterator[None]:
-    """Log an error instead of raising it, for what must not raise."""
+    """Log an error instead of raising it."""
     try:
         yield
     except SegmentError as e:
@@ -133,9 +129,7 @@ class PrimaryContext:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make it this thread's context for a while, whatever was current: that is current again
-        afterwards.
-        """
+        """Make this the thread's current context for the block; restore the former one afterwards."""
         self._driver.call("cuCtxPushCurrent", self._handle, failing=f"cannot use {self._device}")
         try:
             yield
@@ -182,9 +176,7 @@ class _Owned:
 
 
 class Allocation(_Owned):
-    """A handle on physical memory. The memory itself lives on while it is mapped or a descriptor of
-    it is open.
-    """
+    """A handle on physical memory, which lives as long as a mapping or an open descriptor."""
 
     def __init__(self, driver: Driver, handle: Any) -> None:
         super().__init__(driver, "cuMemRelease", handle)
@@ -204,9 +196,7 @@ class Allocation(_Owned):
 
 
 class Reservation(_Owned):
-    """A range of device addresses, `nbytes` from `address` on; everything mapped into it is
-    unmapped before.
-    """
+    """A range of device addresses, `nbytes` from `address` on. Unmap everything in it first."""
 
     def __init__(self, driver: Driver, nbytes: int, failing: str) -> None:
         advice = "no free address range of this size"
@@ -234,25 +224,41 @@ class MappedRange:
     """Allocations mapped one behind the other, `nbytes` from `address` on, until nothing refers to
     this object.
 
-    Whatever shows the memory to torch refers to it, so the last tensor unmaps it, in whichever
-    thread it goes.
+    Each array shown to torch refers to it, so the last tensor unmaps it, in any thread.
     """
 
     def __init__(
-        self, context: PrimaryContext, address: int, nbytes: int, resources: ExitStack
+        self,
+        context: PrimaryContext,
+        address: int,
+        nbytes: int,
+        resources: ExitStack,
+        placed: ExitStack,
     ) -> None:
         self._context = context
         self._resources: ExitStack | None = resources
+        # The mappings, which `resources` releases too.
+        self.placed = placed
         self.address = address
         self.nbytes = nbytes
         context.ranges.add(address)
+
+    def unmap(self) -> None:
+        """Wait for the kernels that may use the memory, then unmap it and keep the addresses.
+
+        Until Gpu.map_again() a kernel that touches them breaks the context. Raises CudaError;
+        nothing has changed then.
+        """
+        with self._context.current():
+            self._context.synchronize(f"{self.nbytes} bytes at {self.address:#x} stay mapped")
+            self.placed.close()
 
     def close(self) -> None:
         """Wait for the kernels that may use the memory, then unmap it. May be called twice; never
         raises.
 
-        Where waiting fails the memory stays mapped, for a later close() or the end of the process:
-        it is never taken from under a kernel.
+        If waiting fails the memory stays mapped, for a later close() or the end of the process: it
+        is never taken from under a kernel.
         """
         if self._resources is None:
             return
@@ -271,7 +277,7 @@ class MappedRange:
 
 
 class Gpu:
-    """One GPU or MIG device, opened: what it can do, and the calls that make the resources above.
+    """One open GPU or MIG device: its abilities, and the calls that make the resources above.
 
     Holds the device's primary context until it and everything it made are gone. Raises SegmentError
     without a driver or a device that can share memory by descriptors, DeviceError for a device that
@@ -313,6 +319,26 @@ class Gpu:
             free, total = self._driver.call("cuMemGetInfo", failing=failing)
         return free, total
 
+    def reserve(self, nbytes: int, failing: str) -> Reservation:
+        """A range of addresses with nothing mapped. The context is current."""
+        return Reservation(self._driver, nbytes, failing)
+
+    def place(self, address: int, nbytes: int, allocation: Allocation, failing: str) -> None:
+        """Map an allocation, or its first `nbytes`, at an address. The context is current."""
+        self._driver.call("cuMemMap", address, nbytes, 0, allocation.handle, 0, failing=failing)
+
+    def open(self, address: int, nbytes: int, failing: str) -> None:
+        """Let kernels read and write the mapped memory. The context is current."""
+        self._open(address, nbytes, True, failing)
+
+    def take_away(self, address: int, nbytes: int, failing: str) -> None:
+        """Unmap all that is mapped in the range, none of it in part. The context is current."""
+        self._driver.call("cuMemUnmap", address, nbytes, failing=failing)
+
+    def zero(self, address: int, nbytes: int, failing: str) -> None:
+        """Zero memory; later work of the default stream sees the zeros. The context is current."""
+        self._driver.call("cuMemsetD8", address, 0, nbytes, failing=failing)
+
     def read(self, address: int, nbytes: int, failing: str) -> memoryview:
         """A copy of device memory in host memory. Raises CudaError."""
         held = bytearray(nbytes)
@@ -329,9 +355,7 @@ class Gpu:
         )
 
     def adopt(self, fd: OwnedFd, failing: str) -> Allocation:
-        """Import a descriptor, which stays the caller's: the handle is another reference. The
-        context is current.
-        """
+        """Import a descriptor, which the caller keeps open. The context is current."""
         fd_type = (
             self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         )
@@ -351,24 +375,43 @@ class Gpu:
         """Map the pieces, one behind the other, into a new range and open it. The context is
         current.
 
-        The range takes over what `resources` holds; after a CudaError its owner unwinds it.
+        The range takes over the content of `resources`; after a CudaError the caller unwinds it.
         """
         total = sum(nbytes for _, nbytes in pieces)
         reservation = Reservation(self._driver, total, failing)
         resources.callback(reservation.close)
-        address = reservation.address
-        for segment, (allocation, nbytes) in enumerate(pieces):
-            placed = Placed(
-                self._driver,
-                address,
-                nbytes,
-                allocation,
-                f"{failing}: segment {segment}, {nbytes} bytes",
-            )
-            resources.callback(placed.close)
-            address += nbytes
+        placed = ExitStack()
+        resources.callback(placed.close)
+        self._place(pieces, reservation.address, placed, failing)
         self._open(reservation.address, total, writable, failing)
-        return MappedRange(self.context, reservation.address, total, resources.pop_all())
+        return MappedRange(self.context, reservation.address, total, resources.pop_all(), placed)
+
+    def map_again(
+        self, mapped: MappedRange, pieces: Sequence[tuple[Allocation, int]], *, failing: str
+    ) -> None:
+        """Map the pieces, of the sizes that were there, into a range that was unmapped, read-only.
+        The context is current.
+
+        Raises CudaError; nothing is mapped then.
+        """
+        try:
+            self._place(pieces, mapped.address, mapped.placed, failing)
+            self._open(mapped.address, mapped.nbytes, False, failing)
+        except CudaError:
+            mapped.placed.close()
+            raise
+
+    def _place(
+        self,
+        pieces: Sequence[tuple[Allocation, int]],
+        address: int,
+        placed: ExitStack,
+        failing: str,
+    ) -> None:
+        for segment, (allocation, nbytes) in enumerate(pieces):
+            what = f"{failing}: segment {segment}, {nbytes} bytes"
+            placed.callback(Placed(self._driver, address, nbytes, allocation, what).close)
+            address += nbytes
 
     def _open(self, address: int, nbytes: int, writable: bool, failing: str) -> None:
         flags = self._driver.api.CUmemAccess_flags
@@ -387,7 +430,7 @@ class Gpu:
         properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = self._number
-        # An allocation can only be exported as what it was created for.
+        # An allocation can only be exported as the handle type that it was created with.
         properties.requestedHandleTypes = (
             api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         )
@@ -423,9 +466,10 @@ def _bindings() -> Any:
 
 
 def _find(driver: Driver, device: str) -> tuple[int, int]:
-    """(ordinal, driver's number) of the device in this process, where CUDA_VISIBLE_DEVICES may have renumbered some.
+    """(ordinal, driver's number) of the device in this process, which CUDA_VISIBLE_DEVICES may
+    renumber.
 
-    Only the digits are compared: CUDA gives a MIG device's UUID and a GPU's in the same form.
+    Only the digits are compared, because CUDA gives UUIDs of MIG devices and GPUs in the same form.
     Raises DeviceError.
     """
     failing = f"cannot find {device}"

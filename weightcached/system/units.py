@@ -20,7 +20,7 @@ from weightcached.errors import WeightcachedError
 
 UNITS = ("weightcached@.service", "weightcached-exporter.service", "weightcached.target")
 MANIFEST = "manifest.yaml"
-# Where the commands stand in the unit file of the tree, as a distribution would install them.
+# Path of the commands in the tree's unit files, as a distribution would install them.
 _PACKAGED_BIN = "/usr/bin"
 _COMMANDS = ("weightcached", "weightcachectl")
 _HEADER = re.compile(
@@ -31,13 +31,13 @@ Action = Literal["wrote", "unchanged", "updated", "kept", "removed", "absent"]
 
 
 class InstallError(WeightcachedError):
-    """The files cannot be installed; the text says what is in the way."""
+    """The files cannot be installed; the text names the obstacle."""
 
     code = "install"
 
 
 class Outcome(NamedTuple):
-    """What was done with one file."""
+    """The action taken with one file."""
 
     path: Path
     action: Action
@@ -49,7 +49,7 @@ def config_home() -> Path:
 
 
 def unit_dir() -> Path:
-    """Where the user manager looks for the user's own units."""
+    """The directory in which the user manager looks for the user's own units."""
     return config_home() / "systemd/user"
 
 
@@ -60,20 +60,22 @@ def destinations() -> dict[Path, str]:
 
 
 def install(*, bin_dir: Path | None = None) -> list[Outcome]:
-    """Write what is absent, update what nobody edited, keep the rest. Raises InstallError before
-    writing anything.
+    """Write missing files, update unedited ones, keep the rest.
+
+    Raises InstallError before it writes anything.
     """
     commands = bin_dir or commands_dir()
-    contents = {path: _stamped(_content(name, commands)) for path, name in destinations().items()}
+    contents = {
+        path: _with_header(_content(name, commands)) for path, name in destinations().items()
+    }
     return [
-        _each(path, lambda path: Outcome(path, _write(path, contents[path]))) for path in contents
+        _try_action(path, lambda path: Outcome(path, _write(path, contents[path])))
+        for path in contents
     ]
 
 
 def commands_dir() -> Path:
-    """Where this environment's commands are: beside the running one, or where the interpreter puts
-    scripts.
-    """
+    """Directory of this environment's commands: the running one's, or the interpreter's."""
     # pip install --target and pipx put them elsewhere than sysconfig knows.
     running = Path(sys.argv[0])
     if running.name in _COMMANDS and running.is_file():
@@ -82,15 +84,17 @@ def commands_dir() -> Path:
 
 
 def uninstall() -> list[Outcome]:
-    """Remove the files that install() wrote and nobody edited, and what enabled them. Raises
-    InstallError.
-    """
-    outcomes = [_each(path, lambda path: Outcome(path, _remove(path))) for path in destinations()]
+    """Remove unedited files of install(), and the links that enable them. Raises InstallError."""
+    outcomes = [
+        _try_action(path, lambda path: Outcome(path, _remove(path))) for path in destinations()
+    ]
     gone = {outcome.path for outcome in outcomes if outcome.action != "kept"}
     links = [
         link for link in sorted(unit_dir().glob("*.wants/weightcached*")) if _leads_to(link) in gone
     ]
-    return outcomes + [_each(link, lambda link: Outcome(link, _unlink(link))) for link in links]
+    return outcomes + [
+        _try_action(link, lambda link: Outcome(link, _unlink(link))) for link in links
+    ]
 
 
 def is_unmodified(text: str) -> bool:
@@ -100,9 +104,7 @@ def is_unmodified(text: str) -> bool:
 
 
 def source(name: str) -> Path:
-    """A unit file or the example manifest: inside the installed package, or at the top of a source
-    tree.
-    """
+    """A unit file or the example manifest: in the installed package, or in a source tree."""
     folder = "etc" if name == MANIFEST else "systemd"
     package = Path(__file__).parents[1]
     packaged = package / "data" / folder / name
@@ -120,11 +122,11 @@ def _content(name: str, commands: Path) -> str:
             raise InstallError(
                 f"{commands / command} is not an executable file: install the package weightcached there"
             )
-        text = text.replace(f"={_PACKAGED_BIN}/{command} ", f"={_quoted(commands / command)} ")
+        text = text.replace(f"={_PACKAGED_BIN}/{command} ", f"={_quote(commands / command)} ")
     return text
 
 
-def _quoted(command: Path) -> str:
+def _quote(command: Path) -> str:
     """The path as systemd reads it in a command line (systemd.service(5), COMMAND LINES)."""
     text = str(command)
     # systemd takes none of these in the path of an executable, however they are quoted.
@@ -136,7 +138,7 @@ def _quoted(command: Path) -> str:
     return f'"{text}"' if re.search(r"[\s;]", text) else text
 
 
-def _stamped(text: str) -> str:
+def _with_header(text: str) -> str:
     return (
         f"# Written by 'weightcachectl install', unchanged while sha256 is {_digest(text)}\n{text}"
     )
@@ -146,7 +148,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _each(path: Path, action: Callable[[Path], Outcome]) -> Outcome:
+def _try_action(path: Path, action: Callable[[Path], Outcome]) -> Outcome:
     try:
         return action(path)
     except (OSError, UnicodeDecodeError) as e:
@@ -161,7 +163,7 @@ def _write(path: Path, text: str) -> Action:
         old = path.read_text(encoding="utf-8")
         if old == text:
             return "unchanged"
-        # A manifest is the operator's from its first day: a newer example is no reason to touch it.
+        # The manifest belongs to the operator from the start: a newer example does not replace it.
         if path.name == MANIFEST or not is_unmodified(old):
             return "kept"
         action = "updated"
@@ -189,7 +191,5 @@ def _unlink(path: Path) -> Action:
 
 
 def _leads_to(link: Path) -> Path | None:
-    """Where `systemctl enable` pointed the link, which may be gone by now; None for anything
-    else.
-    """
+    """Target of a link that `systemctl enable` made, which may be gone; None for anything else."""
     return link.parent / link.readlink() if link.is_symlink() else None

@@ -69,6 +69,20 @@ def place_on_node(parallel_config: Any, local_rank: int) -> int:
     return local_rank + int(replica) * int(parallel_config.world_size)
 
 
+def device_memory() -> tuple[int, int] | None:
+    """(free, total) bytes of this worker's GPU, as vLLM measures them for its own check; None where vLLM has no
+    budget of device memory.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    from vllm.utils.mem_utils import MemorySnapshot
+
+    snapshot = MemorySnapshot(device=torch.device("cuda", torch.cuda.current_device()))
+    return int(snapshot.free_memory), int(snapshot.total_memory)
+
+
 @dataclass
 class Build:
     """Whether a build's entries in process-wide registries stay after its block."""

@@ -8,9 +8,10 @@ bound and restored by model/bind.py, whatever the plan.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import new_class
+from types import ModuleType, new_class
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from torch import nn
 
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName
+from weightcached.model.plans import HookFailure, HookKey, HooksFailedError
+from weightcached.model.values import loaded_module
 from weightcached.model.walk import type_name
 from weightcached.vllm_compat import replay
 
-HookKey = tuple[str, str]
 _HOOK = "process_weights_after_loading"
 _SUPPORTS = "supports_pre_processed_weights"
 
@@ -40,20 +42,6 @@ class Hook(NamedTuple):
     def key(self) -> HookKey:
         """What a ModulePlan names it by: path of the module, import path of the owner's class."""
         return self.module, type_name(type(self.owner))
-
-
-class HookFailure(NamedTuple):
-    key: HookKey
-    text: str
-
-
-class HooksFailedError(UnsupportedQuantForIPCError):
-    """Hooks raised. `failures` are all of them; the text is that of the first."""
-
-    def __init__(self, failures: Sequence[HookFailure]) -> None:
-        (module, method), text = failures[0]
-        super().__init__(f"{module or '<root>'}: the hook of {method} failed: {text}")
-        self.failures = list(failures)
 
 
 def hooks_of(model: nn.Module) -> list[Hook]:
@@ -97,16 +85,23 @@ class PostProcessing:
             plans.append(ModulePlan(module=module, plan=plan, method=method, reason=reason))  # type: ignore[arg-type]
         return plans
 
+    def module_of(self, name: str) -> ModuleType:
+        """The module of an enum that the index names; one of vLLM's is imported if need be. Raises
+        ValueError, ImportError.
+        """
+        of_vllm = isinstance(name, str) and name.startswith("vllm.")
+        return importlib.import_module(name) if of_vllm else loaded_module(name)
+
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
         """Run the hooks to `replay`. Raises HooksFailedError."""
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        chosen = _chosen(model, plans)
+        chosen = _match_plans(model, plans)
         failures: list[HookFailure] = []
         with set_default_torch_dtype(self._model_config.dtype), replay.on_meta(self._device):
             for hook, plan in chosen:
                 if plan == "replay":
-                    _attempt(hook, lambda hook=hook: self._call(hook), failures)  # type: ignore[misc]
+                    _call_hook(hook, lambda hook=hook: self._call(hook), failures)  # type: ignore[misc]
         if failures:
             raise HooksFailedError(failures)
 
@@ -138,7 +133,7 @@ class PostProcessing:
             failures: list[HookFailure] = []
             with (
                 weights_already_processed(),
-                by_plan(_chosen(model, plans), failures),
+                by_plan(_match_plans(model, plans), failures),
                 replay.WriteGuard(shared),
             ):
                 process_weights_after_loading(model, self._model_config, self._device)
@@ -146,7 +141,7 @@ class PostProcessing:
             raise HooksFailedError(failures)
 
 
-def _chosen(model: nn.Module, plans: Sequence[ModulePlan]) -> list[tuple[Hook, PlanName]]:
+def _match_plans(model: nn.Module, plans: Sequence[ModulePlan]) -> list[tuple[Hook, PlanName]]:
     """Each hook with its plan. Raises UnsupportedQuantForIPCError for one without."""
     by_key = {(plan.module, plan.method): plan.plan for plan in plans}
     chosen = []
@@ -161,7 +156,7 @@ def _chosen(model: nn.Module, plans: Sequence[ModulePlan]) -> list[tuple[Hook, P
     return chosen
 
 
-def _attempt(hook: Hook, call: Callable[[], Any], failures: list[HookFailure]) -> None:
+def _call_hook(hook: Hook, call: Callable[[], Any], failures: list[HookFailure]) -> None:
     try:
         call()
     except Exception as e:
@@ -189,9 +184,9 @@ def by_plan(chosen: Sequence[tuple[Hook, PlanName]], failures: list[HookFailure]
             owner = hooks[0][0].owner
             runs[number] = _runner(owner, hooks, failures)
             if owner is hooks[0][0].layer:
-                _in_instance(owner, runs[number], undo)
+                _patch_instance(owner, runs[number], undo)
             else:
-                _in_class(hooks[0][0], runs, stand_ins, undo)
+                _patch_class(hooks[0][0], runs, stand_ins, undo)
         yield
 
 
@@ -208,12 +203,12 @@ def _runner(
             # Called by another method for a layer that is not its own.
             original(*args, **kwargs)
         elif plan == "rerun":
-            _attempt(hook, lambda: original(*args, **kwargs), failures)
+            _call_hook(hook, lambda: original(*args, **kwargs), failures)
 
     return run
 
 
-def _in_instance(owner: nn.Module, run: Callable[..., None], undo: ExitStack) -> None:
+def _patch_instance(owner: nn.Module, run: Callable[..., None], undo: ExitStack) -> None:
     attributes = vars(owner)
     undo.callback(attributes.pop, _HOOK)
     if _HOOK in attributes:
@@ -221,7 +216,7 @@ def _in_instance(owner: nn.Module, run: Callable[..., None], undo: ExitStack) ->
     attributes[_HOOK] = run
 
 
-def _in_class(
+def _patch_class(
     hook: Hook, runs: dict[int, Callable[..., None]], stand_ins: dict[type, type], undo: ExitStack
 ) -> None:
     # Methods answer by class attribute, instance attribute or property. A property of a subclass

@@ -22,6 +22,7 @@ import torch.distributed
 from torch import nn
 
 from weightcached.errors import LoadError, ManifestError
+from weightcached.vllm_compat.build import stage_of_platform
 from weightcached.wire.loader_job import LoaderJob
 
 ByteCounter = Callable[[int], None]
@@ -180,7 +181,6 @@ def load_for_stage(
 
     loader.create_model = create_counting
     if stage == "processed":
-        _init_workspace(vllm_config)
         model = loader.load_model(vllm_config=vllm_config, model_config=model_config)
     else:
         device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
@@ -210,9 +210,12 @@ def _count_weights(model: nn.Module, count: ByteCounter) -> nn.Module:
     return model
 
 
-def _init_workspace(vllm_config: Any) -> None:
-    # Attention backends may take workspace when they are constructed, as they do in an engine's
-    # worker.
+def init_workspace(vllm_config: Any) -> None:
+    """Attention backends may take workspace when they are constructed, as they do in an engine's
+    worker.
+    """
+    if stage_of_platform() != "processed":
+        return
     from vllm.v1.worker.workspace import init_workspace_manager
 
     init_workspace_manager(torch.device(vllm_config.device_config.device))

@@ -196,8 +196,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         "gguf"
     )
     assert refusal("s3://bucket/model") == (
-        "model 's3://bucket/model' is no directory, no .gguf file and no Hub repository: "
-        "name one that this machine can read"
+        "model 's3://bucket/model' is neither a directory nor a .gguf file nor a Hub repository: "
+        "name one of these that this machine can read"
     )
 
 

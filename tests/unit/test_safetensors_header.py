@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from weightcached.checkpoint import safetensors_header as headers
+from weightcached.checkpoint import safetensors_header
 from weightcached.checkpoint.identity import check_headers, record_checkpoint, sample_digest
 from weightcached.errors import CheckpointError
 
@@ -138,12 +138,12 @@ def test_a_git_lfs_pointer_is_recognised(path: Path) -> None:
     ],
 )
 def test_what_is_no_json_object_is_refused(path: Path, raw: bytes, fault: str) -> None:
-    assert refusal(write(path, raw)) == f": its header is no safetensors header: {fault}"
+    assert refusal(write(path, raw)) == f": its header is not a safetensors header: {fault}"
 
 
 def test_deep_nesting_is_refused(path: Path) -> None:
     assert refusal(write(path, b'{"a":' + b"[" * 1_000_000)).startswith(
-        ": its header is no safetensors header: "
+        ": its header is not a safetensors header: "
     )
 
 
@@ -163,7 +163,7 @@ U63 = (1 << 63) - 1
             {**tensor(0, 4), "data_offsets": [0]},
             "is malformed: Expected `array` of length 2 - at `$.data_offsets`",
         ),
-        (tensor(0, 4, "Q7"), f"has dtype 'Q7': expected {', '.join(headers._BITS)}"),
+        (tensor(0, 4, "Q7"), f"has dtype 'Q7': expected {', '.join(safetensors_header._BITS)}"),
         (tensor(0, 4, shape=[-4]), "has shape [-4]: expected lengths from 0 to 2^63 - 1"),
         (
             tensor(0, 4, shape=[1 << 63]),
