@@ -165,7 +165,7 @@ def test_load_that_may_succeed_later_is_tried_again_without_a_restart(unit: Unit
     unit.install().systemctl("start")
     assert (unit.cache().state, unit.show("ActiveState")) == ("failed", "active")
     assert (
-        "m/target is tried again: loader of m/target ended with status 1: RuntimeError: CUDA error"
+        "m/target: loader of m/target ended with status 1: RuntimeError: CUDA error"
         in unit.show("StatusText")
     )
     until(lambda: unit.loads() > 2, "it is tried again")

@@ -416,7 +416,7 @@ class Daemon:
         gib = sum(generation.nbytes for generation in served) / 2**30
         parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {gib:.1f} GiB"]
         parts += [
-            f"{cache.name}{self._again(cache)}: {cache.error}"
+            f"{cache.name}: {cache.error}{self._again(cache)}"
             for cache in self.caches
             if cache.error
         ]
@@ -425,7 +425,7 @@ class Daemon:
         return "; ".join(parts)
 
     def _again(self, cache: Cache) -> str:
-        return " is tried again" if self._retry and cache.name in self.reconciler.retries else ""
+        return " (is tried again)" if self._retry and cache.name in self.reconciler.retries else ""
 
     # ---- being reachable
 
