@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from weightcached.daemon.leases import Broadcast, Leases
 
@@ -64,3 +65,16 @@ def test_old_generation_is_listed_while_an_engine_holds_it() -> None:
     assert [(e.pid, e.bytes) for e in leases.engines("m/target")] == [(10, 100), (11, 200)]
     leases.end(lease)
     assert leases.old([served]) == []
+
+
+def test_parked_engine_that_neither_unmaps_nor_wakes_is_not_waited_for() -> None:
+    async def main() -> list[int]:
+        leases, asked, one = Leases(), [], Held(1, 100)
+        for pid in (10, 11):
+            leases.park(leases.begin(one, pid, partial(asked.append, pid)), True)
+        leases.begin(one, 12, partial(asked.append, 12))
+        await leases.unmap_parked(one, timeout_s=0.01)
+        assert [lease.pid for lease in leases.awake(one)] == [12]
+        return asked
+
+    assert asyncio.run(main()) == [10, 11]

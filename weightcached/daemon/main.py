@@ -29,7 +29,7 @@ from weightcached.daemon.fairness import Queues
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
-from weightcached.daemon.notify import Notifier, watchdog_period_s
+from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
@@ -41,6 +41,7 @@ from weightcached.errors import (
     ManifestError,
     RuntimePathError,
 )
+from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir
 from weightcached.wire import resident
 from weightcached.wire.messages import (
@@ -94,7 +95,7 @@ def run(options: ServeOptions) -> int:
     with Endpoint(device, directory) as endpoint:
         _raise_descriptor_limit()
         store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
-        stored = fdstore.inherited(os.environ)
+        stored = inherited(os.environ)
         aside = store.take_note(stored)
         adopted = _adopt(device, store, stored, aside)
         return asyncio.run(_live(options, endpoint, endpoint.listen(), store, adopted, aside))
@@ -112,7 +113,7 @@ def _raise_descriptor_limit() -> None:
 def _adopt(
     device: str,
     store: fdstore.FdStore,
-    stored: list[fdstore.Stored],
+    stored: list[Stored],
     aside: Mapping[str, Aside],
 ) -> list[Generation]:
     """Take back what the manager kept for us, before anything can fail for another reason."""
@@ -217,6 +218,7 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
+            unmap_parked=self.leases.unmap_parked,
         )
         self._endpoint = endpoint
         # Why there is no socket any more and none could be made, or "".
