@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import logging
 
-log = logging.getLogger("vllm.weightcached")
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 
-LOAD_FORMATS = ("ipc_cache", "weightcached")
+log = logging.getLogger("vllm.weightcached")
 
 
 def register() -> None:
@@ -22,7 +22,7 @@ def register() -> None:
 
     parked_start.install()
     loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-    for name in LOAD_FORMATS:
+    for name in OWN_LOAD_FORMATS:
         present = loaders.get(name)
         if present is IpcModelLoader:
             continue
