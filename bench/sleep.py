@@ -2,8 +2,8 @@
 
     python bench/sleep.py --work /tmp/sleep --json sleep.json
 
-An 8B model, compiled with CUDA graphs. Each part is on its own: what fails is shown and does not
-end the rest. Parts: cycles, standby, turns, daemon, own (vLLM's own back end), formats. Figures
+An 8B model, compiled with CUDA graphs. Each part runs on its own: a failure is shown and does not
+end the others. Parts: cycles, standby, turns, daemon, own (vLLM's own back end), formats. Figures
 stand beside their limits; "!" marks one that is missed.
 """
 
@@ -191,7 +191,7 @@ class Engine:
 
 
 class Daemon:
-    """`weightcached serve` without a manager: what it holds is gone when it dies."""
+    """`weightcached serve` without a manager: its memory goes when it dies."""
 
     def __init__(self, device: str, work: Path, env: dict[str, str], models: list[Any]) -> None:
         self.device, self.work, self.env = device, work, env
@@ -246,7 +246,7 @@ class Daemon:
             self.process.wait()
 
 
-# ---- what is measured
+# ---- measurements
 
 
 class Bench:
@@ -424,7 +424,7 @@ class Bench:
         self.daemon.until_loaded()
         a.ask("wake")
         self.check("daemon", a, "big", "after the daemon came back")
-        # Of another daemon: from here on it holds a lease again, on what it maps now.
+        # From another daemon: the engine now holds a lease on its new mapping.
         a.ask("rpc", method="reload_weights")
         self.check("daemon", a, "big", "on the newest generation")
         a.ask("sleep")

@@ -169,12 +169,12 @@ OTHERS = {
         {"skeleton": "other"},
         "its layers differ in a name, shape, dtype or kernel class",
     ),
-    "packing": ({"segments": [SegmentRecord(SIZE, True)]}, "its tensors are packed otherwise"),
+    "packing": ({"segments": [SegmentRecord(SIZE, True)]}, "its tensors are packed differently"),
     "values": (
         {"modules": [ModulePlan(module="m", plan="restore")]},
-        "post-processing left other values",
+        "post-processing left different values",
     ),
-    "leftovers": ({"leftovers": ["x"]}, "post-processing left other values"),
+    "leftovers": ({"leftovers": ["x"]}, "post-processing left different values"),
     "stage": ({"stage": "processed"}, "it is processed target, not loaded target"),
 }
 

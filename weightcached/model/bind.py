@@ -221,7 +221,7 @@ class Binder:
                 except LOOKUP_ERRORS as e:
                     if may_be_absent:
                         continue
-                    raise PathError(name, f"nothing here to hang the tensor on ({e})") from e
+                    raise PathError(name, f"no object here for the tensor ({e})") from e
                 if tensor is None:
                     tensor = self._bound[record.names[0]] = self._make_tensor(record, there)
                 if there is not tensor:
@@ -254,7 +254,7 @@ class Binder:
                 owner, leaf = resolve_owner(self._model, path)
                 there = look_up(owner, leaf)
             except LOOKUP_ERRORS as e:
-                raise PathError(path, f"nothing here to remove ({e})") from e
+                raise PathError(path, f"no tensor here to remove ({e})") from e
             if isinstance(owner, tuple):
                 raise PathError(path, "still on the meta device, the index has no tensor for it")
             if isinstance(there, torch.Tensor) and there.is_meta:
@@ -271,7 +271,7 @@ class Binder:
         try:
             owner, leaf = resolve_owner(self._model, path)
         except LOOKUP_ERRORS as e:
-            raise PathError(path, f"nothing here to set the value on ({e})") from e
+            raise PathError(path, f"no object here for the value ({e})") from e
         if isinstance(owner, tuple):
             raise PathError(path, "a value inside a tuple cannot be replaced")
         value = decode_value(raw, module_of)
@@ -384,7 +384,7 @@ def copy_into(
         target = present.get(record.names[0])
         if target is None:
             raise IndexFormatError(
-                f"the model has no tensor {record.names[0]}: it was built or post-processed otherwise"
+                f"the model has no tensor {record.names[0]}: it was built or post-processed differently"
             )
         if list(target.shape) != record.shape or str(target.dtype) != f"torch.{record.dtype}":
             raise IndexFormatError(
