@@ -50,6 +50,12 @@ class CheckpointError(WeightcachedError):
     exit_status = EXIT_CONFIG
 
 
+class SnapshotError(WeightcachedError):
+    """A snapshot cannot be written, or is not what it says. The weights are loaded instead."""
+
+    code = "snapshot"
+
+
 class RuntimePathError(WeightcachedError):
     """The runtime directory, socket or lock has the wrong owner, mode, kind or length."""
 
@@ -124,4 +130,11 @@ class UnsupportedPlatformForIPCError(WeightcachedError):
     """The engine's platform has no segment backend."""
 
     code = "unsupported-platform"
+    exit_status = EXIT_CONFIG
+
+
+class SharedWeightsError(WeightcachedError):
+    """A request would write into weights that other engines map. Nothing was written."""
+
+    code = "shared-weights"
     exit_status = EXIT_CONFIG
