@@ -166,7 +166,7 @@ def test_copy_mode_owns_its_weights_and_reload_brings_the_cache_back(
         engines.log()
         assert engines.tokens(models["untied"], "ipc_cache") == disk
         assert engines.plugin_log() == [
-            "loading from disk (auto): m/target was released to an engine in copy mode; "
+            "loading from disk (auto): m/target was dropped, or released to an engine in copy mode; "
             "'weightcachectl reload' brings it back"
         ]
         service.ctl("reload", "cpu0")

@@ -70,7 +70,7 @@ REASONS: dict[str, tuple[str, str, str]] = {
     "failed": ("failed", UNAVAILABLE, "tiny/target failed to load: the disk is full"),
     "released": (
         "released", UNAVAILABLE,
-        "tiny/target was released to an engine in copy mode; 'weightcachectl reload' brings it back",
+        "tiny/target was dropped, or released to an engine in copy mode; 'weightcachectl reload' brings it back",
     ),
     "loading": (
         "still-loading", UNAVAILABLE,

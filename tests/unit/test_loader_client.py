@@ -211,7 +211,7 @@ def test_ready_gives_index_segments_and_a_lease(path: Path, key: WeightCacheKey)
         (
             Released(cache=CACHE),
             WeightCacheUnavailableError,
-            "tiny/target was released to an engine in copy mode; 'weightcachectl reload' brings it back",
+            "tiny/target was dropped, or released to an engine in copy mode; 'weightcachectl reload' brings it back",
         ),
         (
             Refused(code="busy", message="64 connections are open, no more are taken"),
