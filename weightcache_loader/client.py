@@ -221,7 +221,8 @@ def _ready_or_raise(reply: Reply) -> Ready:
             )
         case Released():
             raise WeightCacheUnavailableError(
-                f"{reply.cache} was released to an engine in copy mode; 'weightcachectl reload' brings it back",
+                f"{reply.cache} was dropped, or released to an engine in copy mode; "
+                "'weightcachectl reload' brings it back",
                 code="released",
             )
         case Refused():

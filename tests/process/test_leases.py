@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tests import limits
 from tests.fakes.checkpoints import MIB, key_of
 from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.process.conftest import Engine
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
-    Absent,
     Attach,
     Done,
     Drop,
@@ -57,6 +59,7 @@ def test_status_shows_who_holds_a_lease_since_when(
     assert 0 <= time.time() - cache.engines[0].since < 10
 
 
+@pytest.mark.timed
 def test_killed_engine_gives_its_lease_back_at_once(
     daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
 ) -> None:
@@ -65,7 +68,7 @@ def test_killed_engine_gives_its_lease_back_at_once(
     killed_s = time.monotonic()
     engine.kill()
     daemon.until(lambda status: engines(status) == [], "the lease has ended")
-    assert time.monotonic() - killed_s < AT_ONCE_S
+    limits.hold("the lease ends", time.monotonic() - killed_s, AT_ONCE_S)
 
 
 def test_killed_engine_gives_its_lease_back_though_a_child_holds_its_socket(
@@ -226,7 +229,8 @@ def test_release_frees_the_generation_and_its_stored_copy(
     with daemon.client() as engine:
         engine.attach(key).close()
         engine.expect(Release(), Done)
-        assert daemon.manager.stored == {}
+        # A note of what is to stay unloaded.
+        assert list(daemon.manager.stored) == ["wc1.aside.1"]
         assert not any("memfd" in target for target in daemon.descriptors())
         assert engine.expect(Attach(key=key), Released).cache == "tiny/target"
     (cache,) = daemon.status().caches
@@ -368,10 +372,15 @@ def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(
         )
         assert daemon.status().caches[0].state == "ready"
         tool.expect(Drop(cache="tiny/target", force=True), Done)
-        assert daemon.manager.stored == {}
+        # A note of what is to stay unloaded.
+        assert list(daemon.manager.stored) == ["wc1.aside.1"]
         assert not any("memfd" in target for target in daemon.descriptors())
-        absent = engine.expect(Attach(key=key), Absent)
-    assert absent.reason == "no cache in role target on cpu0: the manifest gives it none"
+        assert engine.expect(Attach(key=key), Released).cache == "tiny/target"
+    (cache,) = daemon.status().caches
+    assert (cache.state, cache.error) == (
+        "released",
+        "dropped: 'weightcachectl reload' brings it back",
+    )
 
 
 def test_drop_of_an_unknown_cache_names_the_known_ones(daemon: DaemonProcess) -> None:

@@ -3,8 +3,9 @@ daemon is gone.
 
 One generation is one set: names "wc1.<first 40 hex digits of the index digest>.<place>", place
 "index" or the number of the segment. The index is stored first, so a set cut short by a crash is
-recognised as incomplete. Without NOTIFY_SOCKET every call does nothing. See sd_notify(3) and
-sd_listen_fds(3).
+recognised as incomplete. Beside the sets stands at most one note, "wc1.aside.<n>": which caches are
+to stay unloaded. It lives as long as the weights do: across crashes and restarts, not across a
+stop. Without NOTIFY_SOCKET every call does nothing. See sd_notify(3) and sd_listen_fds(3).
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from weightcached.daemon.caches import Generation
+import msgspec
+
+from weightcached.daemon.caches import Aside, Generation
 from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
 from weightcached.system import gpus
-from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd
 from weightcached.system.notify import StoreConnection, Stored
 from weightcached.system.paths import is_host_device
 
@@ -31,6 +34,8 @@ log = logging.getLogger(__name__)
 _MANAGER_TIMEOUT_S = 30.0
 _INDEX = "index"
 _NAME = re.compile(r"wc1\.([0-9a-f]{40})\.(index|0|[1-9][0-9]{0,5})")
+_NOTE = re.compile(r"wc1\.aside\.([0-9]{1,9})")
+_MAX_NOTE_BYTES = 1 << 20
 
 
 class StoreError(Exception):
@@ -46,6 +51,7 @@ class FdStore:
 
     def __init__(self, notify_socket: str | None) -> None:
         self._address = notify_socket
+        self._note = 0
 
     def put(self, generation: Generation) -> None:
         """Store all descriptors of a generation; returns once the manager has taken them. Raises
@@ -64,6 +70,33 @@ class FdStore:
         self.remove_names(
             [*(f"{tag}.{n}" for n in range(len(generation.segment_nbytes))), f"{tag}.{_INDEX}"]
         )
+
+    def note_aside(self, aside: Mapping[str, Aside]) -> None:
+        """Keep what is to stay unloaded, in place of what was noted before. Raises StoreError."""
+        last, self._note = self._note, self._note + 1
+        with self._connection() as manager:
+            if aside:
+                with sealed_memfd("weightcached-aside", msgspec.json.encode(aside)) as fd:
+                    manager.store(f"wc1.aside.{self._note}", fd)
+            # After the new one: cut short, two notes stand there, of which the later counts.
+            manager.remove(f"wc1.aside.{last}")
+            manager.barrier()
+
+    def take_note(self, stored: list[Stored]) -> dict[str, Aside]:
+        """What an earlier daemon noted; taken out of `stored`, and kept in the store."""
+        notes = {int(m[1]): item for item in stored if (m := _NOTE.fullmatch(item.name))}
+        stored[:] = [item for item in stored if not _NOTE.fullmatch(item.name)]
+        if not notes:
+            return {}
+        self._note = max(notes)
+        try:
+            data = read_sealed(notes[self._note].fd.fileno(), max_nbytes=_MAX_NOTE_BYTES)
+            return msgspec.json.decode(data, type=dict[str, Aside])
+        except (ValueError, OSError) as e:
+            log.warning("stored note passed over name=%s error=%s", notes[self._note].name, e)
+            return {}
+        finally:
+            close_all(item.fd for item in notes.values())
 
     def remove_names(self, names: list[str]) -> None:
         """Take descriptors out by name; returns once the manager has closed them. Raises

@@ -257,9 +257,7 @@ class Session:
 
     def _begin_lease(self, generation: Generation) -> None:
         if generation not in self._leases:
-            lease = self._service.leases.begin(
-                generation.cache, generation.number, self._peer.pid, self._ask_to_unmap
-            )
+            lease = self._service.leases.begin(generation, self._peer.pid, self._ask_to_unmap)
             self._leases[generation] = lease
             log.info(
                 "attached pid=%d cache=%s generation=%d",
@@ -296,7 +294,7 @@ class Session:
             return
         for generation in list(self._leases):
             service.leases.end(self._leases.pop(generation))
-            await service.leases.none_on(generation.cache, generation.number)
+            await service.leases.none_on(generation)
             cache = service.caches.get(generation.cache)
             # Another engine's Release, a reload or a Drop may have been first.
             if cache is not None and cache.generation is generation:
@@ -371,7 +369,12 @@ class Session:
                 code="loading",
                 message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
             )
-        elif (awake := service.leases.awake(cache.name)) and not request.force:
+        elif (
+            not request.force
+            and cache.generation is not None
+            # Those on an older generation keep what they map, whatever becomes of this one.
+            and (awake := service.leases.awake(cache.generation))
+        ):
             pids = ", ".join(str(lease.pid) for lease in awake)
             refusal = Refused(
                 code="in-use",
@@ -380,7 +383,7 @@ class Session:
             )
         else:
             log.info("dropped on request cache=%s pid=%d", cache.name, self._peer.pid)
-            await service.reconciler.forget(cache.name)
+            await service.reconciler.drop(cache)
             await self._send(Done())
             return
         await self._send(refusal)

@@ -311,7 +311,17 @@ class Command:
         self._members = [
             Member(
                 f"daemon of {device}",
-                [sys.executable, "-m", "weightcached", "serve", device, *common, *loader],
+                # Somebody waits for this command, and has its exit status.
+                [
+                    sys.executable,
+                    "-m",
+                    "weightcached",
+                    "serve",
+                    device,
+                    *common,
+                    *loader,
+                    "--no-retry",
+                ],
                 NotifyServer(private / str(number)),
             )
             for number, device in enumerate(devices)

@@ -96,8 +96,9 @@ class Reload(Message, frozen=True):
     """Read the manifest again and load what changed, failed or was released; Progress*, then
     ReloadReply.
 
-    With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target";
-    empty means all.
+    With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target", or
+    "llama-8b" for all of a model's; empty means all. Names that are unknown here are passed over
+    unless all are.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
@@ -214,7 +215,9 @@ class Failed(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """The matching cache was released by an engine in copy mode; reload brings it back."""
+    """The matching cache was released by an engine in copy mode, or dropped; reload brings it
+    back.
+    """
 
     cache: Name
 
@@ -262,15 +265,32 @@ class ReloadReply(Message, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's lease. A parked one sleeps, and would unmap if asked."""
+    """One engine's lease, and the generation that it maps; a daemon of an older version names none.
+    A parked engine sleeps, and would unmap if asked.
+    """
 
     pid: int
     since: float
     parked: bool = False
+    generation: Count = 0
+    bytes: Count = 0
+
+
+class OldGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation that is not served any more and that engines still map: their end frees it."""
+
+    cache: Name
+    generation: Count
+    bytes: Count
+    engines: list[EngineStatus]
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One cache as `weightcachectl status --json` prints it; other tools read these names."""
+    """One cache as `weightcachectl status --json` prints it; other tools read these names.
+
+    `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
+    load is tried again; None if it is not. `warning` is what to know of a cache that is served.
+    """
 
     name: Name
     role: Role
@@ -287,6 +307,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: Text
     engines: list[EngineStatus]
     eta_s: float | None = None
+    retry_at: float | None = None
+    warning: Text = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,6 +342,7 @@ class StatusReply(Message, frozen=True):
     manifest_error: Text = ""
     software: Text = ""
     counters: Counters | None = None
+    old_generations: list[OldGeneration] = []
 
 
 # ---- loader child to daemon (over the socketpair)
