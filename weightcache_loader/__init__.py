@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import logging
 
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.vllm_compat import parked_start
 
 log = logging.getLogger("vllm.weightcached")
-
-LOAD_FORMATS = ("ipc_cache", "weightcached")
 
 
 def register() -> None:
@@ -24,7 +23,7 @@ def register() -> None:
     parked_start.install()
     _register_sleep_backend()
     loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-    for name in LOAD_FORMATS:
+    for name in OWN_LOAD_FORMATS:
         present = loaders.get(name)
         if present is IpcModelLoader:
             continue

@@ -213,7 +213,7 @@ def test_one_failure_beside_a_healthy_model_is_ready_and_says_so(
     daemon = launcher(make_daemon, [faulty, model("tiny", checkpoint)]).launch()
     ready = daemon.notified("READY=1")
     assert (
-        "serving 1 of 2 caches, 0.0 GiB; faulty/target: loader of faulty/target died of SIGKILL"
+        "serving 1 of 2 caches, 3.0 MiB; faulty/target: loader of faulty/target died of SIGKILL"
         in ready
     )
     status = daemon.status()

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from weightcached.config.drafts import has_cached_draft
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Value, read
 from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
@@ -30,8 +31,6 @@ ROOT_KEYS = ("version", "models")
 MODEL_KEYS = ("name", "devices", "engine", "python", "rendezvous", "identity")
 IDENTITY = ("full", "sampled")
 LAYOUT_KEYS = SIZES
-# The loader would attach to the cache that it is about to fill.
-OWN_LOAD_FORMATS = ("ipc_cache", "weightcached")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 

@@ -112,6 +112,7 @@ class LoadProgress:
         self.phase, self.done_bytes, self.total_bytes = phase, done_bytes, total_bytes
         return True
 
+    @property
     def eta_s(self) -> float | None:
         """Seconds left in this phase at its mean rate so far; None until there is one."""
         elapsed_s = time.monotonic() - self._phase_began
@@ -206,7 +207,7 @@ class Cache:
             total_bytes=load.total_bytes if load else 0,
             error=self.error,
             engines=leases.engines(self.name),
-            eta_s=load.eta_s() if load else None,
+            eta_s=load.eta_s if load else None,
             retry_at=retry_at,
         )
 

@@ -43,6 +43,7 @@ from weightcached.errors import (
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir
+from weightcached.system.text import bytes_text
 from weightcached.wire import resident
 from weightcached.wire.messages import (
     CacheOutcome,
@@ -408,8 +409,8 @@ class Daemon:
     def _summary(self) -> str:
         """One line for `systemctl status`."""
         served = [cache.generation for cache in self.caches if cache.generation]
-        gib = sum(generation.nbytes for generation in served) / 2**30
-        parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {gib:.1f} GiB"]
+        size = bytes_text(sum(generation.nbytes for generation in served))
+        parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {size}"]
         parts += [
             f"{cache.name}: {cache.error}{self._again(cache)}"
             for cache in self.caches

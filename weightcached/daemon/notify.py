@@ -12,6 +12,7 @@ import sdnotify
 
 from weightcached.daemon.caches import Cache, LoadProgress
 from weightcached.system.notify import status_line
+from weightcached.system.text import progress_text
 
 # Start-up may take an hour and shows it; one status line a second within a phase is enough for
 # that.
@@ -77,9 +78,5 @@ class Notifier:
 
 
 def describe(name: str, load: LoadProgress) -> str:
-    """E.g. "llama-8b/target: weights 3.2 of 16.1 GiB, 12 s left"."""
-    text = f"{name}: {load.phase}"
-    if load.total_bytes:
-        text += f" {load.done_bytes / 2**30:.1f} of {load.total_bytes / 2**30:.1f} GiB"
-    eta_s = load.eta_s()
-    return text if eta_s is None else f"{text}, {eta_s:.0f} s left"
+    """E.g. "llama-8b/target: weights, 3.2 of 16.1 GiB, 12 s left"."""
+    return f"{name}: {progress_text(load)}"

@@ -428,7 +428,7 @@ def _progress(cache: Cache) -> Progress:
         phase=load.phase,
         done_bytes=load.done_bytes,
         total_bytes=load.total_bytes,
-        eta_s=load.eta_s(),
+        eta_s=load.eta_s,
     )
 
 
