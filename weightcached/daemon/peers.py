@@ -1,16 +1,12 @@
-"""Who is at the other end of a connection, and whether that process still lives."""
+"""The process at the other end of a connection: its user, its pid, its death."""
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
 
 from weightcached.system.fds import OwnedFd
-
-_UCRED = struct.Struct("3i")
-# Linux 6.5; not in the socket module. Free of the race between reading a pid and opening it.
-_SO_PEERPIDFD = 77
+from weightcached.system.process import peer_credentials, peer_pidfd
 
 
 class PeerRefusedError(Exception):
@@ -18,17 +14,15 @@ class PeerRefusedError(Exception):
 
 
 class Peer:
-    """A connected process of our own user. `pid` is 0 where it lives in a pid namespace that we
-    cannot see.
-    """
+    """A connected process of our user. pid: 0 if it lives in a pid namespace that we cannot see."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.pidfd: OwnedFd | None = None
 
     def follow(self, sock: socket.socket) -> None:
-        """Open the pidfd that tells of its death, where there is one to be had."""
-        self.pidfd = _pidfd(sock, self.pid)
+        """Open the pidfd that shows its death, if possible."""
+        self.pidfd = peer_pidfd(sock, self.pid)
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -38,27 +32,13 @@ class Peer:
 def identify(sock: socket.socket) -> Peer:
     """The peer of a connected socket. Raises PeerRefusedError unless it runs as our own user."""
     try:
-        pid, uid, _ = _UCRED.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        )
-    except (OSError, struct.error) as e:
+        pid, uid, _ = peer_credentials(sock)
+    except OSError as e:
         raise PeerRefusedError(
-            f"the user behind this connection cannot be read ({e}): it is refused"
+            f"cannot read the uid of this connection's peer ({e}): the connection is refused"
         ) from e
     if uid != os.getuid():
         raise PeerRefusedError(
             f"uid {uid} may not use this daemon, it serves uid {os.getuid()} alone: run the engine as that user"
         )
     return Peer(pid)
-
-
-def _pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
-    try:
-        return OwnedFd(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-    except OSError:
-        pass
-    try:
-        return OwnedFd(os.pidfd_open(pid)) if pid > 0 else None
-    except OSError:
-        # Gone already, or not ours to see: the connection alone tells how long it lives.
-        return None

@@ -41,6 +41,7 @@ from weightcached.wire.messages import (
     Memory,
     Message,
     NeedDigest,
+    Parked,
     Progress,
     Ready,
     Refused,
@@ -53,6 +54,7 @@ from weightcached.wire.messages import (
     Request,
     Status,
     StatusReply,
+    Unmap,
     Verify,
     Welcome,
     decode_request,
@@ -64,7 +66,7 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 # A peer that does not take its answer for this long is not going to.
 SEND_TIMEOUT_S = 10.0
-# Tools ask and leave. An engine may sit still for weeks: that is what a lease is.
+# Tools ask and leave. An engine may be silent for weeks, and keeps its lease.
 IDLE_TIMEOUT_S = 60.0
 # Loading and Progress are repeated at least this often.
 REPEAT_S = 1.0
@@ -73,7 +75,7 @@ _FILES_PER_UNIT = 256
 
 
 class Service(Protocol):
-    """What sessions share; main.py's Daemon."""
+    """The parts of main.py's Daemon that sessions use."""
 
     device: str
     pid: int
@@ -108,6 +110,7 @@ class Session:
         self._idle_timeout_s = idle_timeout_s
         self._purpose = "ctl"
         self._leases: dict[Generation, Lease] = {}
+        self._asking: set[asyncio.Task[None]] = set()
         self._ticket = Ticket(service.queues, peer.pid)
 
     @property
@@ -115,8 +118,9 @@ class Session:
         return bool(self._leases)
 
     async def run(self) -> None:
-        """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError
-        saying how it ended.
+        """Serve until the peer leaves.
+
+        Raises EOFError, OSError, TimeoutError or ProtocolError, by the kind of its end.
         """
         try:
             if await self._hello():
@@ -127,6 +131,7 @@ class Session:
         finally:
             for lease in self._leases.values():
                 self._service.leases.end(lease)
+            await _cancel(*self._asking)
 
     async def _hello(self) -> bool:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -152,6 +157,7 @@ class Session:
                 device=service.device,
                 pid=service.pid,
                 software=__version__,
+                parking=True,
             )
         )
         return True
@@ -159,8 +165,8 @@ class Session:
     async def _dialogue(self) -> None:
         request = decode_request((await self._next_packet()).data)
         while True:
-            # Listening goes on while the answer is made, so that a peer that leaves is noticed at
-            # once. What it says meanwhile waits for its turn.
+            # Listen while the answer is made, in order to notice at once that a peer leaves. A
+            # request that comes meanwhile waits.
             listener = asyncio.create_task(self._recv())
             answer = asyncio.create_task(self._answer(request))
             try:
@@ -200,6 +206,8 @@ class Session:
                 await self._release()
             case Rejoin():
                 await self._rejoin(request)
+            case Parked():
+                await self._park(request)
             case Reload():
                 await self._reload(request)
             case Drop():
@@ -238,9 +246,7 @@ class Session:
             )
 
     async def _match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
-        """The matcher's answer. At a daemon's start, what was not adopted is unknown until the
-        manifest was read.
-        """
+        """The matcher's answer. A daemon that starts waits for the manifest if no key matches."""
         answer = await self._service.matcher.match(key, sampled=sampled)
         settled = self._service.reconciler.settled
         if isinstance(answer, Generation) or settled.is_set():
@@ -250,7 +256,7 @@ class Session:
 
     def _begin_lease(self, generation: Generation) -> None:
         if generation not in self._leases:
-            lease = self._service.leases.begin(generation.cache, generation.number, self._peer.pid)
+            lease = self._service.leases.begin(generation, self._peer.pid, self._ask_to_unmap)
             self._leases[generation] = lease
             log.info(
                 "attached pid=%d cache=%s generation=%d",
@@ -274,9 +280,7 @@ class Session:
         await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
 
     async def _release(self) -> None:
-        """Give the leases up, and free each generation when its last holder has left or released it
-        too.
-        """
+        """End the leases; free each generation once its last holder has left or released it too."""
         service = self._service
         if not self._leases:
             await self._send(
@@ -287,7 +291,7 @@ class Session:
             return
         for generation in list(self._leases):
             service.leases.end(self._leases.pop(generation))
-            await service.leases.none_on(generation.cache, generation.number)
+            await service.leases.none_on(generation)
             cache = service.caches.get(generation.cache)
             # Another engine's Release, a reload or a Drop may have been first.
             if cache is not None and cache.generation is generation:
@@ -304,12 +308,28 @@ class Session:
             have = f"generation {generation.number}" if generation else "no generation"
             message = (
                 f"{printable(request.cache, 300)}: generation {request.generation} is not served any more, the daemon "
-                f"has {have} of it; what the engine has mapped stays valid"
+                f"has {have} of it; the weights that the engine has mapped stay valid"
             )
             await self._send(Refused(code="generation-gone", message=message))
             return
         self._begin_lease(generation)
         await self._send(Rejoined())
+
+    async def _park(self, request: Parked) -> None:
+        for lease in self._leases.values():
+            self._service.leases.park(lease, request.parked)
+        await self._send(Done())
+
+    def _ask_to_unmap(self) -> None:
+        """Send Unmap at any time: an engine that sleeps waits for no answer."""
+        task = asyncio.create_task(self._send(Unmap()))
+        self._asking.add(task)
+        task.add_done_callback(self._asked)
+
+    def _asked(self, task: asyncio.Task[None]) -> None:
+        self._asking.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("a parked engine is not reached pid=%d error=%r", self._peer.pid, error)
 
     async def _count_fallback(self, request: Fallback) -> None:
         self._service.tally.fell_back(request.reason)
@@ -346,16 +366,21 @@ class Session:
                 code="loading",
                 message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
             )
-        elif (engines := service.leases.on(cache.name)) and not request.force:
-            pids = ", ".join(str(lease.pid) for lease in engines)
+        elif (
+            not request.force
+            and cache.generation is not None
+            # Those on an older generation keep what they map, whatever becomes of this one.
+            and (awake := service.leases.awake(cache.generation))
+        ):
+            pids = ", ".join(str(lease.pid) for lease in awake)
             refusal = Refused(
                 code="in-use",
-                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; what an "
-                "engine has mapped stays valid",
+                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; weights "
+                "that an engine has mapped stay valid",
             )
         else:
             log.info("dropped on request cache=%s pid=%d", cache.name, self._peer.pid)
-            await service.reconciler.forget(cache.name)
+            await service.reconciler.drop(cache)
             await self._send(Done())
             return
         await self._send(refusal)
@@ -403,7 +428,7 @@ def _progress(cache: Cache) -> Progress:
         phase=load.phase,
         done_bytes=load.done_bytes,
         total_bytes=load.total_bytes,
-        eta_s=load.eta_s(),
+        eta_s=load.eta_s,
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.engine.child import Activity, Job, say_error
 from weightcached.engine.control import EngineError
 from weightcached.vllm_compat import parked_start, serve_arguments
@@ -178,7 +179,7 @@ def _arguments(job: Job) -> dict[str, Any]:
     arguments = dict(job.arguments)
     if not current_platform.is_cuda():
         return arguments
-    maps = arguments.get("load_format") in parked_start.LOAD_FORMATS
+    maps = arguments.get("load_format") in OWN_LOAD_FORMATS
     if maps:
         arguments.setdefault("enable_sleep_mode", True)
         arguments.setdefault("sleep_mode_backend", parked_start.BACKEND)
