@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 
-log = logging.getLogger("vllm.weightcached")
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
+from weightcached.vllm_compat import parked_start
 
-LOAD_FORMATS = ("ipc_cache", "weightcached")
+log = logging.getLogger("vllm.weightcached")
 
 
 def register() -> None:
@@ -18,11 +19,11 @@ def register() -> None:
     from vllm.model_executor import model_loader
 
     from weightcache_loader.ipc_loader import IpcModelLoader
-    from weightcached.vllm_compat import parked_start
 
     parked_start.install()
+    _register_sleep_backend()
     loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-    for name in LOAD_FORMATS:
+    for name in OWN_LOAD_FORMATS:
         present = loaders.get(name)
         if present is IpcModelLoader:
             continue
@@ -35,3 +36,15 @@ def register() -> None:
             # Replacing is what was asked for; vLLM would warn about it in every process.
             del loaders[name]
         model_loader.register_model_loader(name)(IpcModelLoader)
+
+
+def _register_sleep_backend() -> None:
+    try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as Factory
+    except ImportError:
+        log.debug("this vLLM has no choice of sleep back ends")
+        return
+    if parked_start.BACKEND not in Factory._registry:
+        Factory.register_backend(
+            parked_start.BACKEND, "weightcache_loader.sleep", "WeightcachedBackend"
+        )

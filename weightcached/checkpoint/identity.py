@@ -30,9 +30,7 @@ _MAX_ROOT_CHARS = 4_096
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One weight file as it was when it was read. `blob` is its sha256 name where the Hub cache
-    gives one.
-    """
+    """One weight file as it was recorded. `blob` is its sha256 name in the Hub cache, or empty."""
 
     name: Annotated[str, Meta(max_length=1_000)]
     device: int
@@ -72,8 +70,8 @@ def record_checkpoint(
 
     `model` is a directory, a .gguf file or a Hub repository whose snapshot is in the local cache
     (`download_dir`, or the one that HF_HUB_CACHE and HF_HOME name). Files come in reading order.
-    Call it before the weights are read and changed_files() after, so that the record stands for
-    what was read. Raises CheckpointError.
+    Call it before the weights are read and changed_files() after: then the record describes the
+    weights that were read. Raises CheckpointError.
     """
     root, found = find_weight_files(
         model, revision=revision, download_dir=download_dir, load_format=load_format
@@ -83,7 +81,7 @@ def record_checkpoint(
             f"checkpoint {root} has {len(found)} weight files: at most {MAX_FILES} are compared"
         )
     for path, limit in [(root, _MAX_ROOT_CHARS), *((file.name, _MAX_NAME_CHARS) for file in found)]:
-        # What os.fsdecode() could not decode cannot travel in a message either.
+        # A name that os.fsdecode() could not decode cannot travel in a message either.
         if len(path) > limit or any("\ud800" <= char <= "\udfff" for char in path):
             raise CheckpointError(
                 f"path {path[:200]!r} is longer than {limit} characters or not UTF-8: rename it"
@@ -96,8 +94,8 @@ def record_checkpoint(
 def check_headers(identity: CheckpointIdentity) -> int:
     """Check the header of every safetensors file; returns the bytes of all tensors.
 
-    Files of other kinds count with their size. The sum bounds what a load reads from above: files
-    in sub-folders, which few models read, count too. Raises CheckpointError naming file, tensor and
+    Files of other kinds count with their size. The sum is an upper bound of a load: files in
+    sub-folders, which few models read, count too. Raises CheckpointError naming file, tensor and
     value.
     """
     total = 0
@@ -121,8 +119,9 @@ def changed_files(identity: CheckpointIdentity) -> list[str]:
 
 
 def sample_digest(identity: CheckpointIdentity) -> str:
-    """Digest of the headers and of a few KiB of every tensor. Raises CheckpointError for a file not
-    as recorded.
+    """Digest of the headers and of a few KiB of every tensor.
+
+    Raises CheckpointError for a file that is not as recorded.
     """
     return combine(
         "sample", [(source.nbytes, sample_file(source)) for source in _sources(identity)]
@@ -183,7 +182,7 @@ Side = Literal["cached", "asked"]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What decide() found: one of Equal, Different and Need."""
+    """The result of decide(): Equal, Different or Need."""
 
 
 class Equal(Decision, frozen=True):
@@ -243,25 +242,28 @@ def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity) -> str:
     if not cached.files or not asked.files:
         return "a checkpoint without weight files equals no other"
     if len(cached.files) != len(asked.files):
-        return f"the cached checkpoint has {len(cached.files)} weight files, the one asked for {len(asked.files)}"
+        return f"the cached checkpoint has {len(cached.files)} weight files, the requested one {len(asked.files)}"
     for ours, theirs in zip(cached.files, asked.files, strict=True):
         if ours.size != theirs.size:
-            return f"{ours.name} has {ours.size} bytes in the cached checkpoint, {theirs.name} asked for {theirs.size}"
+            return (
+                f"{ours.name} has {ours.size} bytes in the cached checkpoint, "
+                f"{theirs.name} has {theirs.size} in the requested one"
+            )
         if ours.blob and theirs.blob and ours.blob != theirs.blob:
-            return f"{ours.name} is Hub blob {ours.blob} in the cached checkpoint, {theirs.blob} in the one asked for"
+            return f"{ours.name} is Hub blob {ours.blob} in the cached checkpoint, {theirs.blob} in the requested one"
     if cached.full and asked.full and cached.full != asked.full:
-        return f"full digest is {cached.full} in the cached checkpoint, {asked.full} in the one asked for"
+        return f"full digest is {cached.full} in the cached checkpoint, {asked.full} in the requested one"
     if cached.sample and asked.sample and cached.sample != asked.sample:
-        return f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the one asked for"
+        return f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the requested one"
     return ""
 
 
 def _same_blobs(cached: CheckpointIdentity, asked: CheckpointIdentity) -> bool:
     """Whether both are, file by file, the same Hub blobs.
 
-    A blob's name vouches for its bytes only while nobody writes to it. Where both records mean one
-    and the same blob file, by inode or by its place in one cache, and its status is not the same,
-    somebody did.
+    A blob's name vouches for its bytes only while nobody writes to it. If both records mean the
+    same blob file, by inode or by its place in one cache, and its status differs, somebody wrote to
+    it.
     """
     one_cache = _hub_repository(cached.root) == _hub_repository(asked.root)
     for ours, theirs in zip(cached.files, asked.files, strict=True):
@@ -281,9 +283,7 @@ def _hub_repository(snapshot: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`full`: identity from standard input, the same with its full digest to standard output.
-    Returns the status.
-    """
+    """`full`: read an identity from stdin, write it with its full digest. Returns the status."""
     if list(argv) != ["full"]:
         sys.stderr.write("usage: python -m weightcached.checkpoint.identity full < identity.json\n")
         return EXIT_USAGE
@@ -302,9 +302,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lower_priority() -> None:
-    """Leave processor and disk to the engines. The kernel derives the disk's priority from the nice
-    value.
-    """
+    """Leave processor and disk to the engines. The nice value also lowers the disk's priority."""
     os.nice(19)
 
 

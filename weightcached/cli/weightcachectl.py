@@ -118,8 +118,9 @@ def _show_status(devices: Sequence[str], as_json: bool) -> int:
 def _ask(devices: Sequence[str]) -> Answers:
     """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr."""
     from weightcached.cli import status
+    from weightcached.system.paths import devices_with_socket
 
-    asked = list(devices) or status.devices_with_socket()
+    asked = list(devices) or devices_with_socket()
     answers = status.ask_all(asked)
     for device, error in answers.errors.items():
         complain(f"{device}: {error}")
@@ -137,12 +138,13 @@ def _ask(devices: Sequence[str]) -> Answers:
 
 def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
     from weightcached.cli import status
+    from weightcached.system.paths import devices_with_socket
 
     clears = sys.stdout.isatty() and not as_json
     shown = ""
     try:
         while True:
-            answers = status.ask_all(list(devices) or status.devices_with_socket())
+            answers = status.ask_all(list(devices) or devices_with_socket())
             lines = (
                 [json.dumps(status.as_json(answers.replies))] if as_json else _watch_lines(answers)
             )
@@ -184,7 +186,8 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
     the manifest was refused, 3 no daemon answered.
     """
     from weightcached.cli.reload import reload_all
-    from weightcached.cli.status import devices_with_socket, no_daemon
+    from weightcached.cli.status import no_daemon
+    from weightcached.system.paths import devices_with_socket
 
     asked = list(devices) or devices_with_socket()
     if not asked:

@@ -210,7 +210,7 @@ def loading(cache: Cache, load: LoadProgress) -> Loading:
         phase=load.phase,
         done_bytes=load.done_bytes,
         total_bytes=load.total_bytes,
-        eta_s=load.eta_s(),
+        eta_s=load.eta_s,
     )
 
 

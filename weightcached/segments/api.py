@@ -28,12 +28,30 @@ class WritableSegment(Protocol):
         """
         ...
 
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Copy bytes from host memory into the segment, without torch, and wait until they are
+        there. Raises SegmentError.
+        """
+        ...
+
     def publish(self) -> OwnedFd:
         """Make the content final, unmap it here, return its descriptor. Raises SegmentError."""
         ...
 
     def close(self) -> None:
         """Free a segment that was not published; may be called twice."""
+        ...
+
+
+class Staging(Protocol):
+    """Host memory from which write() is fast. Belongs to one thread at a time."""
+
+    def view(self) -> memoryview:
+        """The bytes, writable; not to be used after close()."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; may be called twice."""
         ...
 
 
@@ -88,6 +106,10 @@ class Backend(Protocol):
 
         Raises SegmentError, OutOfDeviceMemoryError.
         """
+        ...
+
+    def staging(self, nbytes: int) -> Staging:
+        """Host memory to fill segments from, page-locked for a GPU. Raises SegmentError."""
         ...
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> Mapping:

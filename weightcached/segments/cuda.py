@@ -19,10 +19,10 @@ from weightcached.segments.cuda_driver import (
     CudaError,
     Gpu,
     MappedRange,
-    PrimaryContext,
 )
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all
+from weightcached.system.text import bytes_text
 
 if TYPE_CHECKING:
     import torch
@@ -78,17 +78,15 @@ class CudaSegment:
 
     def __init__(
         self,
-        context: PrimaryContext,
+        gpu: Gpu,
         allocation: Allocation,
         mapped: MappedRange,
-        ordinal: int,
         as_tensor: AsTensor,
     ) -> None:
         self.nbytes = mapped.nbytes
-        self._context = context
+        self._gpu = gpu
         self._allocation = allocation
         self._mapped: MappedRange | None = mapped
-        self._ordinal = ordinal
         self._as_tensor = as_tensor
         self._array: Callable[[], DeviceArray | None] = lambda: None
 
@@ -97,10 +95,18 @@ class CudaSegment:
         mapped = self._open("tensor")
         array = self._array()
         if array is None:
-            array = DeviceArray(mapped, mapped.address, self.nbytes, self._ordinal)
+            array = DeviceArray(mapped, mapped.address, self.nbytes, self._gpu.ordinal)
             self._array = weakref.ref(array)
         tensor: torch.Tensor = self._as_tensor(array)
         return tensor
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Copy host memory into the segment; fast from memory of staging()."""
+        mapped = self._open("write")
+        failing = f"cannot copy {len(data)} bytes to offset {offset_bytes} of a segment"
+        if not 0 <= offset_bytes <= offset_bytes + len(data) <= self.nbytes:
+            raise SegmentError(f"{failing} of {self.nbytes} bytes")
+        self._gpu.write(mapped.address + offset_bytes, data, failing)
 
     def publish(self) -> OwnedFd:
         """Wait for the writes, unmap and return the descriptor that keeps the memory alive. Raises
@@ -114,8 +120,8 @@ class CudaSegment:
             raise SegmentError(
                 f"{failing}: a tensor over it is alive and could still write; delete every one of them"
             )
-        with self._context.current():
-            self._context.synchronize(failing)
+        with self._gpu.context.current():
+            self._gpu.context.synchronize(failing)
             fd = self._allocation.export(failing)
         self.close()
         return fd
@@ -132,6 +138,21 @@ class CudaSegment:
                 f"{method}() of a segment of {self.nbytes} bytes that was published or closed"
             )
         return self._mapped
+
+
+class CudaStaging:
+    """Staging of segments/api.py: page-locked memory."""
+
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        self._gpu = gpu
+        self._memory = gpu.page_locked(nbytes, f"cannot lock {nbytes} bytes of host memory")
+
+    def view(self) -> memoryview:
+        return self._memory.view()
+
+    def close(self) -> None:
+        with self._gpu.context.current():
+            self._memory.close()
 
 
 class CudaMapping:
@@ -292,9 +313,11 @@ class CudaBackend:
             mapped = self._gpu.map_range(
                 pieces, writable=True, resources=resources, failing=failing
             )
-        return CudaSegment(
-            self._gpu.context, allocation, mapped, self._gpu.ordinal, self._as_tensor
-        )
+        return CudaSegment(self._gpu, allocation, mapped, self._as_tensor)
+
+    def staging(self, nbytes: int) -> CudaStaging:
+        """Page-locked host memory. Raises SegmentError."""
+        return CudaStaging(self._gpu, nbytes)
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> CudaMapping:
         """Adopt the descriptors (closing each) and map all segments read-only, in order, or none at
@@ -333,11 +356,11 @@ class CudaBackend:
     def _out_of_memory(self, failing: str, free: int, total: int) -> OutOfDeviceMemoryError:
         found = gpus.holders(self.device)
         listed = ", ".join(
-            f"pid {holder.pid} ({holder.name}) {_gib(holder.nbytes)}" for holder in found
+            f"pid {holder.pid} ({holder.name}) {bytes_text(holder.nbytes)}" for holder in found
         )
-        rest = _gib(max(0, total - free - sum(holder.nbytes for holder in found)))
+        rest = bytes_text(max(0, total - free - sum(holder.nbytes for holder in found)))
         return OutOfDeviceMemoryError(
-            f"{failing}: {_gib(free)} of {_gib(total)} are free; held by {listed or 'no listed process'}, "
+            f"{failing}: {bytes_text(free)} of {bytes_text(total)} are free; held by {listed or 'no listed process'}, "
             f"{rest} by descriptors, contexts and other containers: stop a process ('nvidia-smi' lists them), or free "
             "a cache with 'weightcachectl drop'"
         )
@@ -352,7 +375,3 @@ def _adopt(
         handles.callback(allocation.close)
         pieces.append((allocation, size))
     return pieces
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB"

@@ -195,6 +195,21 @@ class Allocation(_Owned):
         return fd
 
 
+class PageLocked(_Owned):
+    """Host memory that the device reads at the speed of the bus."""
+
+    def __init__(self, driver: Driver, nbytes: int, failing: str) -> None:
+        advice = "see 'ulimit -l' and the unit's LimitMEMLOCK="
+        address = driver.call("cuMemHostAlloc", nbytes, 0, failing=failing, advice=advice)
+        self.address = int(address)
+        self._nbytes = nbytes
+        super().__init__(driver, "cuMemFreeHost", self.address)
+
+    def view(self) -> memoryview:
+        """The bytes, writable; not to be used after close()."""
+        return memoryview((ctypes.c_char * self._nbytes).from_address(self.address)).cast("B")
+
+
 class Reservation(_Owned):
     """A range of device addresses, `nbytes` from `address` on. Unmap everything in it first."""
 
@@ -347,6 +362,17 @@ class Gpu:
             self._driver.call("cuMemcpyDtoH", target, address, nbytes, failing=failing)
         return memoryview(held)
 
+    def write(self, address: int, data: memoryview, failing: str) -> None:
+        """Copy writable host memory to the device, and wait for it. Raises CudaError."""
+        source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        with self.context.current():
+            self._driver.call("cuMemcpyHtoD", address, source, len(data), failing=failing)
+
+    def page_locked(self, nbytes: int, failing: str) -> PageLocked:
+        """Page-locked host memory. Raises CudaError."""
+        with self.context.current():
+            return PageLocked(self._driver, nbytes, failing)
+
     def allocate(self, nbytes: int, failing: str) -> Allocation:
         """New physical memory. The context is current."""
         return Allocation(
@@ -493,7 +519,7 @@ def _find(driver: Driver, device: str) -> tuple[int, int]:
     raise DeviceError(
         f"{device} is not visible to CUDA in this process, which sees {', '.join(visible) or 'no device'} "
         f"(CUDA_VISIBLE_DEVICES is {'not set' if hidden is None else repr(hidden)}): 'weightcachectl devices' lists "
-        "this machine's"
+        "the devices of this machine"
     )
 
 

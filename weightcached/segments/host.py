@@ -56,6 +56,13 @@ class HostSegment:
             raise SegmentError("the host segment is published or closed already")
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Copy bytes into the segment."""
+        if self._map is None:
+            raise SegmentError("the host segment is published or closed already")
+        with memoryview(self._map) as held:
+            held[offset_bytes : offset_bytes + len(data)] = data
+
     def publish(self) -> OwnedFd:
         """Unmap, seal, hand over the descriptor. Raises SegmentError if a tensor over it is left."""
         if self._map is None:
@@ -78,6 +85,19 @@ class HostSegment:
         # Dropped, not closed: closing would unmap it under a tensor; so it ends with its last user.
         self._map = None
         self._fd.close()
+
+
+class HostStaging:
+    """Staging of segments/api.py: ordinary memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = bytearray(nbytes)
+
+    def view(self) -> memoryview:
+        return memoryview(self._memory)
+
+    def close(self) -> None:
+        self._memory = bytearray()
 
 
 def _view(buffer: mmap.mmap, offset_bytes: int, nbytes: int) -> torch.Tensor:
@@ -159,6 +179,9 @@ class HostBackend:
                 f"a host segment of {nbytes} bytes: a positive multiple of {mmap.PAGESIZE} is required"
             )
         return HostSegment(nbytes)
+
+    def staging(self, nbytes: int) -> HostStaging:
+        return HostStaging(nbytes)
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> HostMapping:
         maps: list[mmap.mmap] = []
