@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weightcached.cli.text import columns, 
+from weightcached.cli.text import columns
 from weightcached.engine.control import EngineError, ask_once
 from weightcached.errors import RuntimePathError, WeightcachedError
 from weightcached.system.paths import runtime_dir
+from weightcached.system.text import seconds_text
 
 ANSWER_TIMEOUT_S = 5.0
 # A start may compile; the supervisor ends one that takes longer.
@@ -81,7 +82,7 @@ def _row(reply: dict[str, Any], now: float) -> tuple[str, ...]:
     others = [e for e in reply["engines"] if e["number"] != number]
     standby = ", ".join(f"engine {e['number']} {e['state']}" for e in others) or "-"
     last = f", last in {reply['last_takeover_s']:.2f} s" if reply["takeovers"] else ""
-    since = (max(0.0, now - reply["since"]))
+    since = seconds_text(max(0.0, now - reply["since"]))
     detail = f"last start failed: {reply['error']}" if reply["error"] else f"for {since}"
     return (
         reply["name"], reply["state"], reply["listen"], serving, standby,
