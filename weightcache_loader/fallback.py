@@ -27,7 +27,7 @@ from weightcached.wire.resident import Held
 counts: Counter[str] = Counter()
 
 # Whoever gave these answers would not say what it holds on this device, or not in time.
-_WITHOUT_STATUS = frozenset(
+NOBODY_TO_ASK = frozenset(
     {
         "no-daemon",
         "unreachable",
@@ -69,7 +69,7 @@ def report(socket: Path, reason: WeightcachedError) -> None:
 
     Not where there is none that would take it: such a reason is in the engine's log alone.
     """
-    if reason.code in _WITHOUT_STATUS:
+    if reason.code in NOBODY_TO_ASK:
         return
     with (
         contextlib.suppress(WeightcachedError, OSError),
@@ -86,7 +86,7 @@ def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[He
     codes = {reason.code for reason in reasons}
     if "wrong-device" in codes:
         return []
-    asked = None if codes & _WITHOUT_STATUS else _asked(socket)
+    asked = None if codes & NOBODY_TO_ASK else _asked(socket)
     if asked is None:
         written = resident_file.read(socket)
         return written.generations if written is not None else []

@@ -169,6 +169,15 @@ def test_health_names_each_cache_that_is_not_ready_and_why(
     )
 
 
+def test_health_is_good_while_an_engine_has_a_copy_of_its_own(
+    daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    with daemon.client() as engine:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        engine.expect(Release(), Done)
+    assert exporter().get("/health") == (200, "ready: 0 caches\n")
+
+
 @pytest.mark.timed
 def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
     daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
