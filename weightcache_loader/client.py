@@ -25,11 +25,12 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
-from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.index.tensors import TensorIndex
+from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.text import progress_text
 from weightcached.wire.connection import Connection
+from weightcached.wire.fetch import receive_generation
 from weightcached.wire.messages import (
     Absent,
     Attach,
@@ -76,7 +77,7 @@ class Attachment(NamedTuple):
 
     connection: Connection
     ready: Ready
-    tensor_index: index_format.TensorIndex
+    tensor_index: TensorIndex
     fds: list[OwnedFd]
 
     def close(self) -> None:
@@ -111,14 +112,8 @@ def attach(
             )
         request = Attach(key=key, wait=state_timeout_s > 0, identity=identity)
         ready = _final_answer(connection, request, time.monotonic() + state_timeout_s)
-        fds = connection.receive_descriptors(ready.descriptors, connect_timeout_s)
-        try:
-            if not fds:
-                raise ProtocolError(f"the daemon handed out no index of {ready.cache}")
-            return Attachment(connection, ready, _read_index(ready, fds.pop(0)), fds)
-        except BaseException:
-            close_all(fds)
-            raise
+        fetched = receive_generation(connection, ready, connect_timeout_s)
+        return Attachment(connection, ready, fetched.index, fetched.fds)
     except BaseException:
         connection.close()
         raise
@@ -158,22 +153,6 @@ def _connect_once(path: Path, timeout_s: float) -> Connection:
         # A refusal whose code has no class of its own here.
         code = e.code if e.code == "protocol-version" else "refused"
         raise WeightCacheUnavailableError(f"the daemon refused: {e}", code=code) from e
-
-
-def _read_index(ready: Ready, fd: OwnedFd) -> index_format.TensorIndex:
-    with fd:
-        try:
-            data = read_sealed(fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
-        except ValueError as e:
-            raise ProtocolError(f"the index of {ready.cache}: {e}") from e
-    if index_format.digest_of(data) != ready.index_digest:
-        raise ProtocolError(f"the index of {ready.cache} is not the one that the daemon announced")
-    index = index_format.decode(data)
-    if len(index.segments) != ready.descriptors - 1:
-        raise ProtocolError(
-            f"{ready.cache} has {len(index.segments)} segments, {ready.descriptors - 1} descriptors came"
-        )
-    return index
 
 
 def _final_answer(connection: Connection, attach: Attach, deadline: float) -> Ready:

@@ -131,7 +131,8 @@ def serve(socket: Path) -> Iterator[Callable[..., StubDaemon]]:
 
 def handing_out(name: str, index: TensorIndex, fds: list[OwnedFd]) -> list[Answer]:
     ready = Ready(
-        cache=name, generation=index.generation, nbytes=index.nbytes, segment_nbytes=[], index_digest="x",
+        cache=name, generation=index.generation, nbytes=index.nbytes, segment_nbytes=[],
+        index_digest=index_format.digest_of(index_format.encode(index)),
         descriptors=len(fds),
     )  # fmt: skip
     return [ready, Packet(encode(Descriptors(first=0)), [fd.fileno() for fd in fds])]

@@ -508,8 +508,8 @@ def test_index_that_could_change_is_refused(path: Path, key: WeightCacheKey) -> 
             yield Packet(encode(Descriptors(first=0)), [fd.fileno()])
 
     with StubDaemon(path, script):
-        text = refused(ProtocolError, path, key)
-    assert text == "the index of tiny/target: the descriptor is not a memfd sealed against change"
+        text = refused(IndexFormatError, path, key)
+    assert text == "tensor index: the descriptor is not a memfd sealed against change"
 
 
 @pytest.mark.parametrize("segments", [0, 2, 3])
