@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.models import an_index
+from tests.fakes.values import encode_value
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import (
     FORMAT_VERSION,
@@ -27,7 +28,6 @@ from weightcached.index.tensors import (
     digest_of,
     encode,
 )
-from weightcached.model.values import encode_value
 
 HEADER_NBYTES = 38
 

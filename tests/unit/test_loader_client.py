@@ -420,7 +420,7 @@ def test_each_digest_is_made_once_when_it_is_asked_for(
 
     def script(request: Request) -> Iterable[Answer]:
         rung = next(rungs, None)
-        return [NeedDigest(rung=rung, files=[WEIGHTS])] if rung else handing_out(SEGMENT)  # type: ignore[arg-type]
+        return [NeedDigest(rung=rung)] if rung else handing_out(SEGMENT)  # type: ignore[arg-type]
 
     key = with_safetensors(key)
     with StubDaemon(path, script) as daemon:

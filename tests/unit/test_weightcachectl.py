@@ -453,9 +453,7 @@ def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise result
         return result
 
-    monkeypatch.setitem(
-        sys.modules, "weightcached.cli.verify_cache", SimpleNamespace(verify_cache=verify_cache)
-    )
+    monkeypatch.setattr("weightcached.cli.verify.verify_cache", verify_cache)
     return results
 
 
@@ -501,9 +499,7 @@ def test_verify_that_cannot_read_exits_1(runtime: Path, verifier: list[Any]) -> 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setitem(
-        sys.modules, "weightcached.system.gpus", SimpleNamespace(list_gpus=lambda: found)
-    )
+    monkeypatch.setattr("weightcached.cli.devices.list_gpus", lambda: found)
     return found
 
 

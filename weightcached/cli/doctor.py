@@ -6,7 +6,6 @@ says so instead of passing.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
-from weightcached.cli.devices import list_gpus
 from weightcached.cli.status import ask_device
 from weightcached.config.manifest import ALL, Manifest, load_manifest
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
+from weightcached.system.gpus import list_gpus, persistence_warning
 from weightcached.system.host_checks import is_full, lingers, output, units_that_are
 from weightcached.system.paths import (
     check_private_dir,
@@ -419,11 +418,7 @@ def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
     wanted = [
         device for device in dict.fromkeys(placed) if device != ALL and not is_host_device(device)
     ]
-    try:
-        present = [gpu.uuid for gpu in list_gpus()]
-    except WeightcachedError as e:
-        yield Finding("GPU", "fail", str(e), "nvidia-smi")
-        return
+    present = [gpu.uuid for gpu in list_gpus()]
     for uuid in wanted:
         if uuid not in present:
             text = f"{uuid} stands in the manifest and is not in this machine"
@@ -433,7 +428,7 @@ def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
 
 
 def _persistence(uuid: str) -> Finding:
-    warning = importlib.import_module("weightcached.system.gpus").persistence_warning(uuid)
+    warning = persistence_warning(uuid)
     if warning:
         return Finding("GPU", "warn", str(warning), f"sudo nvidia-smi -i {uuid} -pm 1")
     return Finding("GPU", "ok", f"{uuid}: persistence mode is on, or cannot be read")
