@@ -205,12 +205,14 @@ def environment_of(program: str, device: str | None = None) -> dict[str, str]:
     activated.
 
     vLLM leaves out FlashInfer's kernels where it does not find ninja, which is usually installed
-    beside the interpreter, in a directory that a service manager does not search. With `device`, no
-    other is visible.
+    beside the interpreter, in a directory that a service manager does not search. A directory named
+    vllm in the working directory is no vLLM: PYTHONSAFEPATH keeps the child, and what it starts in
+    turn, from importing it, which its own -P would not. With `device`, no other is visible.
     """
     environment = {
         name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS
     }
+    environment["PYTHONSAFEPATH"] = "1"
     directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
     if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
         environment["PATH"] = f"{directory}{os.pathsep}{searched}"
