@@ -226,7 +226,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         """In copy mode, fill a model whose weights sleep(2) discarded from the cache; False where
         it has to come from disk.
         """
-        if self.options.mode != "copy":
+        if self.options.mode != "copy" or build.stage_of_platform() != "processed":
+            # Loaded weights are not what a model has after its post-processing.
             return False
         attachment, reason = None, None
         try:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bench.checkpoints import llama_config, write_checkpoint
+from tests import limits
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
 
 UNAVAILABLE, MISMATCH = "WeightCacheUnavailableError", "CacheConfigMismatchError"
@@ -111,7 +112,7 @@ CPU_LIMIT_S = 2.0
 WALL_LIMIT_S = 20.0
 OPTIONS: dict[str, dict[str, Any]] = {"loading": {"state_timeout_s": 0.3}}
 # What else is logged: how far a load is, and the traceback of what nobody foresaw.
-BESIDE = {"waiting for tiny/target: weights 0.0 of 0.0 GiB", "attaching failed"}
+BESIDE = {"waiting for tiny/target: weights", "attaching failed"}
 
 
 class Plugin:
@@ -166,6 +167,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
     plugin.close()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", REASONS)
 def test_reason_is_logged_once_and_counted_and_the_model_loads_from_disk(
     plugin: Plugin, name: str
@@ -178,10 +180,11 @@ def test_reason_is_logged_once_and_counted_and_the_model_loads_from_disk(
             f"loading from disk ({load_format}): {text}"
         ]
         assert answer["counted"] == {code: 1}
-        assert answer["cpu_seconds"] < CPU_LIMIT_S
-        assert answer["seconds"] < WALL_LIMIT_S
+        limits.hold("processor time until it falls back", answer["cpu_seconds"], CPU_LIMIT_S)
+        limits.hold("time until it falls back", answer["seconds"], WALL_LIMIT_S)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", REASONS)
 def test_reason_is_raised_and_counted_where_fallback_is_off(plugin: Plugin, name: str) -> None:
     code, kind, text = REASONS[name]
@@ -190,8 +193,8 @@ def test_reason_is_raised_and_counted_where_fallback_is_off(plugin: Plugin, name
         assert answer.get("error") == [kind, text], answer
         assert [line for line in answer["log"] if line not in BESIDE] == []
         assert answer["counted"] == {code: 1}
-        assert answer["cpu_seconds"] < CPU_LIMIT_S
-        assert answer["seconds"] < WALL_LIMIT_S
+        limits.hold("processor time until it falls back", answer["cpu_seconds"], CPU_LIMIT_S)
+        limits.hold("time until it falls back", answer["seconds"], WALL_LIMIT_S)
 
 
 def test_every_reason_has_its_own_wording_and_its_line_in_the_documentation() -> None:

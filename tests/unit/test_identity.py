@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from tests import limits
 from weightcached.checkpoint import identity
 from weightcached.checkpoint.identity import CheckpointIdentity, Different, Equal, FileRecord, Need
 from weightcached.errors import CheckpointError
@@ -175,6 +176,7 @@ def test_changes_of_config_and_tokenizer_leave_the_identity_alone(checkpoint: Pa
     assert record(checkpoint) == before
 
 
+@pytest.mark.timed
 def test_two_hundred_shards_are_recorded_and_compared_within_20_ms(tmp_path: Path) -> None:
     names = [f"model-{i:05d}-of-00200.safetensors" for i in range(1, 201)]
     for name in names:
@@ -187,7 +189,7 @@ def test_two_hundred_shards_are_recorded_and_compared_within_20_ms(tmp_path: Pat
         start = time.perf_counter()
         assert identity.decide(cached, record(tmp_path)) == Equal("files")
         times_s.append(time.perf_counter() - start)
-    assert min(times_s) <= 0.020
+    limits.hold("200 shards recorded and compared", min(times_s), 0.020)
 
 
 # ---- copies, and what is not a copy

@@ -17,7 +17,7 @@ from weightcached.wire.messages import EngineStatus, OldGeneration
 
 log = logging.getLogger(__name__)
 
-# Unmapping 15 GiB takes some 10 ms, and more where the engine's host is busy.
+# Unmapping 15 GiB takes some 10 ms, and more on a busy machine.
 UNMAP_TIMEOUT_S = 10.0
 
 
@@ -32,9 +32,7 @@ class Broadcast:
         self._event = asyncio.Event()
 
     def next(self) -> asyncio.Event:
-        """The next fire(), to be taken before looking at what may change and given to wait()
-        afterwards.
-        """
+        """The next fire(): take it before you look at the state, and give it to wait() afterwards."""
         return self._event
 
     async def wait(
