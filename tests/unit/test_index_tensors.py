@@ -369,4 +369,4 @@ def test_generations_that_differ_in_bytes_alone_have_the_same_layout() -> None:
     assert layout_difference(ours, other) == ""
     moved = StorageRecord(storage.segment, storage.offset_bytes, storage.nbytes - 512, b"x" * 16)
     other = msgspec.structs.replace(other, storages=[moved])
-    assert layout_difference(ours, other) == "its tensors are packed otherwise"
+    assert layout_difference(ours, other) == "its tensors are packed differently"
