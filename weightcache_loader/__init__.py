@@ -5,12 +5,12 @@ daemon holds.
 from __future__ import annotations
 
 import logging
+import os
 
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.vllm_compat import parked_start
 
 log = logging.getLogger("vllm.weightcached")
-
-LOAD_FORMATS = ("ipc_cache", "weightcached")
 
 
 def register() -> None:
@@ -24,7 +24,7 @@ def register() -> None:
     parked_start.install()
     _register_sleep_backend()
     loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-    for name in LOAD_FORMATS:
+    for name in OWN_LOAD_FORMATS:
         present = loaders.get(name)
         if present is IpcModelLoader:
             continue
@@ -37,6 +37,10 @@ def register() -> None:
             # Replacing is what was asked for; vLLM would warn about it in every process.
             del loaders[name]
         model_loader.register_model_loader(name)(IpcModelLoader)
+    if "WEIGHTCACHED_ENGINE_ERROR_FILE" in os.environ:
+        from weightcached.vllm_compat.server import join_engine
+
+        join_engine()
 
 
 def _register_sleep_backend() -> None:

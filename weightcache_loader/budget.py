@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weightcached.system.text import bytes_text
 from weightcached.wire.resident import Held
 
 # Left free beside an engine whose utilization would leave more: what its neighbours and the driver take on top.
@@ -65,8 +66,9 @@ def best_utilization(device: Device, *, own: int, others: int) -> float | None:
 def cost(device: Device, caches: Sequence[Held], nbytes: int) -> str:
     """What to tell of an engine that starts with less."""
     return (
-        f"the KV cache is {size_text(nbytes)} smaller than on an empty device: of {size_text(device.total)} the daemon "
-        f"holds {listed(caches)}, which this engine does not map; {remedies(caches)}"
+        f"the KV cache is {bytes_text(nbytes)} smaller than on an empty device: of "
+        f"{bytes_text(device.total)} the daemon holds {listed(caches)}, which this "
+        f"engine does not map; {remedies(caches)}"
     )
 
 
@@ -74,18 +76,18 @@ def no_room(device: Device, caches: Sequence[Held], *, own: int, left: int, need
     """What to tell of an engine that cannot start beside what the daemon holds."""
     others = sum(cache.nbytes for cache in caches)
     lower = best_utilization(device, own=own, others=others)
-    what = f", its weights alone take {size_text(needed)}" if needed > left > 0 else ""
+    what = f", its weights alone take {bytes_text(needed)}" if needed > left > 0 else ""
     mend = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
     return (
-        f"no room on the device: --gpu-memory-utilization {device.utilization} of {size_text(device.total)} leaves "
-        f"{size_text(max(left, 0))} for this engine{what}, {size_text(device.free)} are free, the daemon holds "
+        f"no room on the device: --gpu-memory-utilization {device.utilization} of {bytes_text(device.total)} leaves "
+        f"{bytes_text(max(left, 0))} for this engine{what}, {bytes_text(device.free)} are free, the daemon holds "
         f"{listed(caches)}; {mend + ' beside them; ' if mend else ''}{remedies(caches)}"
     )
 
 
 def listed(caches: Sequence[Held]) -> str:
     """E.g. `a/target 14.9 GiB (pid 12, 14), b/target 1.7 GiB (no engine)`."""
-    return ", ".join(f"{c.cache} {size_text(c.nbytes)} ({_engines(c)})" for c in caches)
+    return ", ".join(f"{c.cache} {bytes_text(c.nbytes)} ({_engines(c)})" for c in caches)
 
 
 def _engines(cache: Held) -> str:
@@ -102,7 +104,3 @@ def remedies(caches: Sequence[Held]) -> str:
         f"'weightcachectl drop {first.cache}' frees that cache, a lower --gpu-memory-utilization of this device's "
         "engines leaves room for more"
     )
-
-
-def size_text(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"

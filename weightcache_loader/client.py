@@ -28,6 +28,7 @@ from weightcached.errors import (
 from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.system.text import progress_text
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import (
     Absent,
@@ -278,11 +279,7 @@ class _Waiting:
         if now - self._logged_at < _PROGRESS_LOG_INTERVAL_S:
             return
         self._logged_at = now
-        eta = f", {loading.eta_s:.0f} s left" if loading.eta_s is not None else ""
-        log.info(
-            "waiting for %s: %s %.1f of %.1f GiB%s",
-            loading.cache, loading.phase, loading.done_bytes / 2**30, loading.total_bytes / 2**30, eta,
-        )  # fmt: skip
+        log.info("waiting for %s: %s", loading.cache, progress_text(loading))
 
 
 def release(attachment: Attachment, *, timeout_s: float) -> None:

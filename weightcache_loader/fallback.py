@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from weightcache_loader.budget import listed, remedies, size_text
+from weightcache_loader.budget import listed, remedies
 from weightcached.errors import OutOfDeviceMemoryError, WeightcachedError
 from weightcached.segments.api import open_backend
+from weightcached.system.text import bytes_text
 from weightcached.wire import resident as resident_file
 from weightcached.wire.connection import Connection
-from weightcached.wire.messages import Fallback, Status, StatusReply
+from weightcached.wire.messages import Done, Fallback
+from weightcached.wire.requests import ask, ask_status
 from weightcached.wire.resident import Held
 
 # How often this process did not use a cache, by reason code; with fallback off as well, when the
@@ -55,7 +57,7 @@ def check_room(needed: int, device: str, caches: Sequence[Held], reason: Weightc
     if needed > free:
         raise OutOfDeviceMemoryError(
             f"the cache cannot be used ({reason}), and a load from disk has no room beside it: it needs at least "
-            f"{size_text(needed)} on {device}, {size_text(free)} of {size_text(total)} are free, the daemon holds "
+            f"{bytes_text(needed)} on {device}, {bytes_text(free)} of {bytes_text(total)} are free, the daemon holds "
             f"{listed(caches)}; make the engine match the cache, or: {remedies(caches)}",
             code="no-room",
         )
@@ -73,7 +75,7 @@ def report(socket: Path, reason: WeightcachedError) -> None:
         contextlib.suppress(WeightcachedError, OSError),
         Connection.connect(socket, timeout_s=_STATUS_TIMEOUT_S, purpose="ctl") as connection,
     ):
-        connection.request(Fallback(reason=reason.code), _STATUS_TIMEOUT_S)
+        ask(connection, Fallback(reason=reason.code), Done, _STATUS_TIMEOUT_S)
 
 
 def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[Held]:
@@ -101,8 +103,6 @@ def may_come_back(socket: Path) -> bool:
 
 def _asked(socket: Path) -> list[Held] | None:
     try:
-        with Connection.connect(socket, timeout_s=_STATUS_TIMEOUT_S, purpose="ctl") as connection:
-            reply = connection.request(Status(), _STATUS_TIMEOUT_S)
+        return resident_file.held(ask_status(socket, timeout_s=_STATUS_TIMEOUT_S))
     except (WeightcachedError, OSError):
         return None
-    return resident_file.held(reply) if isinstance(reply, StatusReply) else None

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
+
 
 class LoaderOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """socket_path names one daemon's socket, socket_dir the directory of all; timeouts are in
@@ -68,7 +70,7 @@ def parse_options(extra_config: Mapping[str, Any] | None, load_format: str) -> L
             f"model_loader_extra_config: connect_timeout_s {options.connect_timeout_s} must be above 0, "
             f"state_timeout_s {options.state_timeout_s} at least 0"
         )
-    if options.fallback_load_format in ("ipc_cache", "weightcached"):
+    if options.fallback_load_format in OWN_LOAD_FORMATS:
         raise ValueError(
             "model_loader_extra_config: fallback_load_format must be a load format that reads from disk"
         )

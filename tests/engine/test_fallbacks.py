@@ -112,7 +112,7 @@ CPU_LIMIT_S = 2.0
 WALL_LIMIT_S = 20.0
 OPTIONS: dict[str, dict[str, Any]] = {"loading": {"state_timeout_s": 0.3}}
 # What else is logged: how far a load is, and the traceback of what nobody foresaw.
-BESIDE = {"waiting for tiny/target: weights 0.0 of 0.0 GiB", "attaching failed"}
+BESIDE = {"waiting for tiny/target: weights", "attaching failed"}
 
 
 class Plugin:

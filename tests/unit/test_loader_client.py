@@ -278,7 +278,7 @@ def test_loading_waits_and_logs(path: Path, key: WeightCacheKey, lines: Lines) -
 
     with StubDaemon(path, script):
         run(path, key).close()
-    assert lines.lines == ["INFO waiting for tiny/target: weights 1.0 of 4.0 GiB, 12 s left"]
+    assert lines.lines == ["INFO waiting for tiny/target: weights, 1.0 of 4.0 GiB, 12 s left"]
 
 
 def test_progress_without_an_estimate_is_logged_without_one(
@@ -294,8 +294,8 @@ def test_progress_without_an_estimate_is_logged_without_one(
     with StubDaemon(path, script):
         run(path, key).close()
     assert lines.lines == [
-        "INFO waiting for tiny/target: configuring 0.0 of 0.0 GiB",
-        "INFO waiting for tiny/target: weights 0.0 of 0.5 GiB",
+        "INFO waiting for tiny/target: configuring",
+        "INFO waiting for tiny/target: weights, 0.0 of 512.0 MiB",
     ]
 
 

@@ -8,10 +8,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
-from weightcached.cli.status import bytes_text, columns, devices_with_socket
+from weightcached.cli.text import columns
 from weightcached.config.manifest import ALL, Manifest, load_manifest
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
-from weightcached.system.paths import is_host_device, manifest_path
+from weightcached.system.paths import devices_with_socket, is_host_device, manifest_path
+from weightcached.system.text import bytes_text
 
 _HEAD = ("DEVICE", "NAME", "MEMORY", "SOCKET", "MODELS")
 

@@ -21,13 +21,14 @@ from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
 from weightcached.cli.devices import list_gpus
-from weightcached.cli.status import ask_status
+from weightcached.cli.status import ask_device
 from weightcached.config.manifest import ALL, Manifest, load_manifest
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
 from weightcached.system.host_checks import is_full, lingers, output, units_that_are
 from weightcached.system.paths import (
     check_private_dir,
     check_socket,
+    devices_with_socket,
     is_host_device,
     manifest_path,
     runtime_dir,
@@ -315,7 +316,7 @@ def _cache_directory() -> Finding:
 
 def _sockets() -> Iterator[Finding]:
     try:
-        paths = sorted(runtime_dir().glob("*.sock"))
+        paths = [socket_path(device) for device in devices_with_socket()]
     except RuntimePathError:
         return  # said by _runtime_directory()
     if not paths:
@@ -332,7 +333,7 @@ def _socket(path: Path) -> Finding:
             return Finding(
                 "socket", "fail", f"{path} has mode {mode:04o}, expected 0600", f"chmod 600 {path}"
             )
-        reply = ask_status(path.stem)
+        reply = ask_device(path.stem)
     except WeightcachedError as e:
         return Finding(
             "socket", "fail", str(e), f"weightcachectl restart {path.stem}, or rm {path}"

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightcached.cli.status import bytes_text, columns, progress_text, seconds_text
+from weightcached.cli.text import columns
 from weightcached.errors import WeightcachedError
 from weightcached.index.sharing import reasons
 from weightcached.index.tensors import ModulePlan, TensorIndex
+from weightcached.system.text import bytes_text, progress_text, seconds_text
 from weightcached.wire.fetch import fetch_index
 from weightcached.wire.messages import CacheStatus, StatusReply
 
@@ -120,7 +121,7 @@ def as_lines(found: Sequence[Report], *, each: bool) -> list[str]:
 def _lines(report: Report, each: bool) -> list[str]:
     status, index, name = report.status, report.index, f"{report.device} {report.status.name}"
     if index is None:
-        progress = progress_text(status.phase, status.done_bytes, status.total_bytes, status.eta_s)
+        progress = progress_text(status)
         if status.state == "loading" and not status.error:
             return [f"{name}: is being loaded{', ' if progress else ''}{progress}"]
         what = "refused at" if path_of_refusal(report.problem) else f"{status.state}:"

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from weightcached.checkpoint.files import open_recorded
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.checkpoint.safetensors_header import read_header
-from weightcached.cli.status import bytes_text, columns
+from weightcached.cli.text import columns
 from weightcached.config.manifest import ALL, Manifest, ModelSpec
 from weightcached.config.ranks import Layout, Placement, layout_of, place
 from weightcached.config.wanted import roles
 from weightcached.errors import CheckpointError
+from weightcached.system.text import bytes_text
 
 _HEAD = ("MODEL", "ROLE", "DEVICE", "RANK", "DP", "PP", "TP", "EP", "SIZE")
 _EXPERT = re.compile(r"\.experts\.")

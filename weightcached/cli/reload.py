@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from weightcached.cli.progress import ProgressDisplay
-from weightcached.cli.status import ANSWER_TIMEOUT_S, connect, seconds_text
+from weightcached.cli.status import ANSWER_TIMEOUT_S, connect
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
+from weightcached.system.text import seconds_text
 from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import (
     CacheOutcome,
@@ -25,6 +26,7 @@ from weightcached.wire.messages import (
     Reply,
     StatusReply,
 )
+from weightcached.wire.requests import ask
 
 
 class DropError(WeightcachedError):
@@ -84,9 +86,7 @@ def _handle_reply(
     device: str, reply: Reply, display: ProgressDisplay
 ) -> WeightcachedError | ReloadReply | None:
     if isinstance(reply, Progress | Loading):
-        display.show(
-            f"{device} {reply.cache}", reply.phase, reply.done_bytes, reply.total_bytes, reply.eta_s
-        )
+        display.show(f"{device} {reply.cache}", reply)
         return None
     if isinstance(reply, ReloadReply):
         return reply
@@ -121,10 +121,4 @@ def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]
 def drop(device: str, cache: str, *, force: bool) -> None:
     """Free one cache. Raises WeightcachedError, also where the daemon refuses."""
     with connect(device) as connection:
-        reply = connection.request(Drop(cache=cache, force=force), ANSWER_TIMEOUT_S)
-    if isinstance(reply, Refused):
-        raise error_of(reply)
-    if not isinstance(reply, Done):
-        raise ProtocolError(
-            f"the daemon of {device} answered Drop with {type(reply).__name__}, expected Done"
-        )
+        ask(connection, Drop(cache=cache, force=force), Done, ANSWER_TIMEOUT_S)

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from weightcached import __version__
-from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
-from weightcached.system.paths import runtime_dir, socket_path
-from weightcached.wire.connection import Connection, error_of
-from weightcached.wire.messages import CacheStatus, Counters, Refused, Status, StatusReply
+from weightcached.cli.text import columns
+from weightcached.errors import WeightcachedError, WeightCacheUnavailableError
+from weightcached.system.paths import socket_path
+from weightcached.system.text import bytes_text, progress_text, seconds_text
+from weightcached.wire.connection import Connection
+from weightcached.wire.messages import CacheStatus, Counters, StatusReply
+from weightcached.wire.requests import ask_status
 
 ANSWER_TIMEOUT_S = 5.0
+SOFTWARE = f"weightcachectl {__version__}"
 # The names that `status --json` prints of each cache, in this order; other tools read them.
 _CACHE_FIELDS = (
     "name", "role", "state", "generation", "source", "bytes", "segments", "tensors",
@@ -33,34 +37,18 @@ class Answers(NamedTuple):
     errors: dict[str, WeightcachedError]
 
 
-def devices_with_socket() -> list[str]:
-    """Devices whose socket is in the runtime directory, whether or not a daemon listens on it. May
-    be empty.
-    """
-    return sorted(path.stem for path in runtime_dir().glob("*.sock"))
-
-
 def connect(device: str) -> Connection:
     """A connection to the daemon of `device`. Raises what Connection.connect() and socket_path()
     do.
     """
-    software = f"weightcachectl {__version__}"
     return Connection.connect(
-        socket_path(device), timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=software
+        socket_path(device), timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=SOFTWARE
     )
 
 
-def ask_status(device: str) -> StatusReply:
+def ask_device(device: str) -> StatusReply:
     """The state of one daemon. Raises WeightcachedError."""
-    with connect(device) as connection:
-        reply = connection.request(Status(), ANSWER_TIMEOUT_S)
-    if isinstance(reply, Refused):
-        raise error_of(reply)
-    if not isinstance(reply, StatusReply):
-        raise ProtocolError(
-            f"the daemon of {device} answered Status with {type(reply).__name__}, expected StatusReply"
-        )
-    return reply
+    return ask_status(socket_path(device), timeout_s=ANSWER_TIMEOUT_S, software=SOFTWARE)
 
 
 def ask_all(devices: Sequence[str]) -> Answers:
@@ -70,7 +58,7 @@ def ask_all(devices: Sequence[str]) -> Answers:
     answers: dict[str, StatusReply | WeightcachedError] = {}
 
     def ask(device: str) -> None:
-        answers[device] = _call_or_error(lambda: ask_status(device))
+        answers[device] = _call_or_error(lambda: ask_device(device))
 
     threads = [threading.Thread(target=ask, args=(device,)) for device in devices[1:]]
     for thread in threads:
@@ -141,15 +129,6 @@ def as_table(replies: Sequence[StatusReply], *, now: float | None = None) -> lis
     return columns(rows)
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines with aligned columns, two spaces apart."""
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
 def _row(device: str, cache: CacheStatus) -> tuple[str, ...]:
     generation = str(cache.generation) if cache.generation else "-"
     size = bytes_text(cache.bytes) if cache.bytes else "-"
@@ -171,7 +150,7 @@ def _engines(cache: CacheStatus) -> str:
 
 
 def _detail(cache: CacheStatus) -> str:
-    progress = progress_text(cache.phase, cache.done_bytes, cache.total_bytes, cache.eta_s)
+    progress = progress_text(cache)
     error = " ".join(cache.error.split())
     if cache.state == "loading":
         return progress
@@ -184,32 +163,3 @@ def _detail(cache: CacheStatus) -> str:
     )
     # A ready generation stays in service while its successor loads, or after that failed.
     return ", ".join(part for part in (done, progress, error) if part)
-
-
-def progress_text(phase: str, done_bytes: int, total_bytes: int, eta_s: float | None) -> str:
-    """E.g. `read weights, 1.0 of 15.0 GiB, 12 s left`; in MiB where all is less than 1 GiB."""
-    parts = [phase] if phase else []
-    if total_bytes:
-        unit, shift = ("GiB", 30) if total_bytes >= 1 << 30 else ("MiB", 20)
-        parts.append(f"{done_bytes / (1 << shift):.1f} of {total_bytes / (1 << shift):.1f} {unit}")
-    if eta_s is not None:
-        parts.append(f"{seconds_text(eta_s)} left")
-    return ", ".join(parts)
-
-
-def bytes_text(nbytes: int) -> str:
-    """E.g. `14.9 GiB` or `512 KiB`."""
-    for unit, shift in (("GiB", 30), ("MiB", 20)):
-        if nbytes >= 1 << shift:
-            return f"{nbytes / (1 << shift):.1f} {unit}"
-    return f"{-(-nbytes // 1024)} KiB"
-
-
-def seconds_text(seconds: float) -> str:
-    """E.g. `0.4 s`, `59 s`, `12 min`, `3 h`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    for limit, per, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / per:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d" if seconds < 1e9 else "?"

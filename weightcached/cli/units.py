@@ -9,7 +9,7 @@ import time
 from typing import Literal, NamedTuple
 
 from weightcached.cli.progress import ProgressDisplay
-from weightcached.cli.status import ask_status
+from weightcached.cli.status import ask_device
 from weightcached.errors import WeightcachedError
 from weightcached.system.paths import session_environment
 
@@ -55,7 +55,7 @@ def unit_of(device: str) -> str:
     return f"weightcached@{device}.service"
 
 
-def systemctl(*arguments: str) -> str:
+def systemctl(*arguments: str, timeout_s: float | None = COMMAND_TIMEOUT_S) -> str:
     """Output of `systemctl --user`. Raises UnitError with systemctl's own words."""
     try:
         done = subprocess.run(
@@ -63,7 +63,7 @@ def systemctl(*arguments: str) -> str:
             env=session_environment(),
             capture_output=True,
             text=True,
-            timeout=COMMAND_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except FileNotFoundError as e:
@@ -212,18 +212,12 @@ def _read_last_line(state: UnitState) -> str:
 
 def _show_load(device: str, state: UnitState, display: ProgressDisplay) -> None:
     try:
-        caches = ask_status(device).caches
+        caches = ask_device(device).caches
     except WeightcachedError:
         # Not up yet, or on its way down; what systemd was told last is all there is.
         if state.status_text:
-            display.show(device, state.status_text, 0, 0, None)
+            display.show_text(device, state.status_text)
         return
     for cache in caches:
         if cache.state == "loading":
-            display.show(
-                f"{device} {cache.name}",
-                cache.phase,
-                cache.done_bytes,
-                cache.total_bytes,
-                cache.eta_s,
-            )
+            display.show(f"{device} {cache.name}", cache)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from weightcached.cli.reload import holders
-from weightcached.cli.status import bytes_text
 from weightcached.errors import WeightcachedError
+from weightcached.system.text import bytes_text
 from weightcached.wire.messages import StatusReply
 
 SHOWN_NAMES = 5

@@ -118,8 +118,9 @@ def _show_status(devices: Sequence[str], as_json: bool) -> int:
 def _ask(devices: Sequence[str]) -> Answers:
     """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr."""
     from weightcached.cli import status
+    from weightcached.system.paths import devices_with_socket
 
-    asked = list(devices) or status.devices_with_socket()
+    asked = list(devices) or devices_with_socket()
     answers = status.ask_all(asked)
     for device, error in answers.errors.items():
         complain(f"{device}: {error}")
@@ -137,12 +138,13 @@ def _ask(devices: Sequence[str]) -> Answers:
 
 def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
     from weightcached.cli import status
+    from weightcached.system.paths import devices_with_socket
 
     clears = sys.stdout.isatty() and not as_json
     shown = ""
     try:
         while True:
-            answers = status.ask_all(list(devices) or status.devices_with_socket())
+            answers = status.ask_all(list(devices) or devices_with_socket())
             lines = (
                 [json.dumps(status.as_json(answers.replies))] if as_json else _watch_lines(answers)
             )
@@ -184,7 +186,8 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
     the manifest was refused, 3 no daemon answered.
     """
     from weightcached.cli.reload import reload_all
-    from weightcached.cli.status import devices_with_socket, no_daemon
+    from weightcached.cli.status import no_daemon
+    from weightcached.system.paths import devices_with_socket
 
     asked = list(devices) or devices_with_socket()
     if not asked:
@@ -469,6 +472,99 @@ def _explain_failed_units(devices: Sequence[str]) -> int:
     for device, error in ended.items():
         click.echo(f"{device}: {error}")
     return EXIT_FAILURE if ended else EXIT_NO_DAEMON
+
+
+@main.group()
+def engine() -> None:
+    """See and steer engine services.
+
+    NAME is an entry under engines: in the manifest.
+    """
+
+
+_name = click.argument("name")
+
+
+@engine.command("status")
+@click.argument("name", required=False)
+@_json
+def engine_status(name: str | None, as_json: bool) -> None:
+    """Show engine services, or one.
+
+    Exit status: 0 shown, 1 it is not running.
+    """
+    from weightcached.cli import engine as engines
+
+    found = engines.Services([engines.ask(name, "status")], {}) if name else engines.ask_all()
+    for service, error in found.errors.items():
+        complain(f"{service}: {error}")
+    if as_json:
+        _print_json({"engines": found.replies})
+    elif found.replies:
+        click.echo("\n".join(engines.as_table(found.replies)))
+    _exit(0 if found.replies or not found.errors else EXIT_FAILURE)
+
+
+@engine.command("start")
+@_name
+def engine_start(name: str) -> None:
+    """Start the unit, and wait until an engine serves.
+
+    Exit status: 0 it serves, 1 it failed.
+    """
+    _engine_job("start", name)
+
+
+@engine.command("stop")
+@_name
+def engine_stop(name: str) -> None:
+    """Let requests end, and stop the service.
+
+    Exit status: 0 stopped, 1 it failed.
+    """
+    _engine_job("stop", name)
+
+
+def _engine_job(verb: str, name: str) -> None:
+    from weightcached.cli.engine import unit_of
+    from weightcached.cli.units import systemctl
+
+    systemctl(verb, unit_of(name), timeout_s=None)
+    click.echo(f"{name}: {'started' if verb == 'start' else 'stopped'}")
+
+
+@engine.command("restart")
+@_name
+def engine_restart(name: str) -> None:
+    """Replace the engines by those of the manifest as it is now.
+
+    The new engine starts beside the old one, which serves until then; no connection is refused. If
+    the new one cannot be started, the old one serves on.
+
+    Exit status: 0 the new engine serves, 1 it could not be started.
+    """
+    _tell_engine(name, "restart")
+
+
+@engine.command("sleep")
+@_name
+def engine_sleep(name: str) -> None:
+    """Send the engine to sleep, until somebody connects."""
+    _tell_engine(name, "sleep")
+
+
+@engine.command("wake")
+@_name
+def engine_wake(name: str) -> None:
+    """Wake the engine without waiting for a connection."""
+    _tell_engine(name, "wake")
+
+
+def _tell_engine(name: str, command: str) -> None:
+    from weightcached.cli import engine as engines
+
+    reply = engines.ask(name, command, timeout_s=engines.LONGEST_S)
+    click.echo(f"{name}: {reply['state']}")
 
 
 if __name__ == "__main__":

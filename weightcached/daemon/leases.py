@@ -32,9 +32,7 @@ class Broadcast:
         self._event = asyncio.Event()
 
     def next(self) -> asyncio.Event:
-        """The next fire(), to be taken before looking at what may change and given to wait()
-        afterwards.
-        """
+        """The next fire(): take it before you look at the state, and give it to wait() afterwards."""
         return self._event
 
     async def wait(

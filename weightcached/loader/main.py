@@ -30,6 +30,7 @@ from weightcached.segments.api import Backend, open_backend
 from weightcached.system.fds import close_all
 from weightcached.system.gpus import check_present, holders
 from weightcached.system.paths import is_host_device
+from weightcached.system.text import bytes_text
 from weightcached.wire.delivery import DaemonChannel, run_job
 from weightcached.wire.loader_job import LoaderJob
 from weightcached.wire.messages import LoaderKey
@@ -251,18 +252,15 @@ def _check_memory(
     if needed <= free:
         return
     held = (
-        [f"pid {h.pid} ({h.name}) {_gib(h.nbytes)}" for h in holders(job.device)]
+        [f"pid {h.pid} ({h.name}) {bytes_text(h.nbytes)}" for h in holders(job.device)]
         if backend.name == "cuda"
         else []
     )
     raise OutOfDeviceMemoryError(
-        f"{job.cache} needs at least {_gib(needed)} on {job.device}, {_gib(free)} of {_gib(total)} are free; held by "
-        f"{', '.join(held) or 'no listed process'}: stop one, 'weightcachectl drop' a cache, or use another device"
+        f"{job.cache} needs at least {bytes_text(needed)} on {job.device}, {bytes_text(free)} of "
+        f"{bytes_text(total)} are free; held by {', '.join(held) or 'no listed process'}: stop "
+        "one, 'weightcachectl drop' a cache, or use another device"
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
 
 
 def _peak_bytes() -> int:

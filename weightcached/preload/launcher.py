@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from weightcached.config.manifest import OWN_LOAD_FORMATS
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.ranks import layout_of, needs
 from weightcached.errors import (
     EXIT_CONFIG,

@@ -118,6 +118,13 @@ def socket_path(device: str, socket_dir: Path | None = None) -> Path:
     return path
 
 
+def devices_with_socket(directory: Path | None = None) -> list[str]:
+    """Devices whose socket is in the runtime directory, whether or not a daemon listens on it. May
+    be empty. Raises RuntimePathError.
+    """
+    return sorted(path.stem for path in (directory or runtime_dir()).glob("*.sock"))
+
+
 def lock_path(device: str, socket_dir: Path | None = None) -> Path:
     """The file whose flock() makes one daemon the owner of `device`."""
     name = f"{check_device(device)}.lock"

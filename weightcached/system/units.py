@@ -18,7 +18,12 @@ from typing import Literal, NamedTuple
 
 from weightcached.errors import WeightcachedError
 
-UNITS = ("weightcached@.service", "weightcached-exporter.service", "weightcached.target")
+UNITS = (
+    "weightcached@.service",
+    "weightcached-exporter.service",
+    "weightcached-engine@.service",
+    "weightcached.target",
+)
 MANIFEST = "manifest.yaml"
 # Path of the commands in the tree's unit files, as a distribution would install them.
 _PACKAGED_BIN = "/usr/bin"

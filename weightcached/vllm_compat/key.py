@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from weightcached.checkpoint.identity import record_checkpoint
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.index.key import ABSENT, WeightCacheKey
 from weightcached.vllm_compat.build import stage_of_platform
 
@@ -174,8 +175,7 @@ def changes_layout(name: str) -> bool:
 
 
 def _disk_format(load_config: Any) -> str:
-    ours = ("ipc_cache", "weightcached")
-    return "auto" if load_config.load_format in ours else str(load_config.load_format)
+    return "auto" if load_config.load_format in OWN_LOAD_FORMATS else str(load_config.load_format)
 
 
 def _expert_rank(parallel: Any) -> tuple[int, int]:

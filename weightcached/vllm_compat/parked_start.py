@@ -13,19 +13,19 @@ import math
 import sys
 from typing import Any
 
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.vllm_compat.patching import wrap_once
 
 log = logging.getLogger("vllm.weightcached")
 
 BACKEND = "weightcached"
-LOAD_FORMATS = ("ipc_cache", "weightcached")
 
 
 def starts_parked(vllm_config: Any) -> bool:
     """Whether this engine was asked to start parked: `start_parked` in its model_loader_extra_config."""
     load = vllm_config.load_config
     extra = load.model_loader_extra_config
-    if load.load_format not in LOAD_FORMATS or not isinstance(extra, dict):
+    if load.load_format not in OWN_LOAD_FORMATS or not isinstance(extra, dict):
         return False
     return str(extra.get("start_parked", False)).lower() in ("true", "1")
 

@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_OUR_LOAD_FORMATS = ("ipc_cache", "weightcached")
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
+
 # What this process's engine was told: utilization, external bytes, and where target and draft come from.
 _factors: list[Any] = []
 
@@ -46,7 +47,7 @@ def _with_factors(compute: Callable[..., str]) -> Callable[..., str]:
     def fingerprint(vllm_config: Any, *args: Any, **kwargs: Any) -> str:
         plain = compute(vllm_config, *args, **kwargs)
         # A later engine of this process may not be one of ours.
-        if vllm_config.load_config.load_format not in _OUR_LOAD_FORMATS:
+        if vllm_config.load_config.load_format not in OWN_LOAD_FORMATS:
             return plain
         ours = hashlib.sha256(f"{plain} {json.dumps(_factors)}".encode()).hexdigest()
         return ours[: len(plain)]
