@@ -5,6 +5,7 @@ daemon holds.
 from __future__ import annotations
 
 import logging
+import os
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.vllm_compat import parked_start
@@ -36,6 +37,10 @@ def register() -> None:
             # Replacing is what was asked for; vLLM would warn about it in every process.
             del loaders[name]
         model_loader.register_model_loader(name)(IpcModelLoader)
+    if "WEIGHTCACHED_ENGINE_ERROR_FILE" in os.environ:
+        from weightcached.vllm_compat.server import join_engine
+
+        join_engine()
 
 
 def _register_sleep_backend() -> None:

@@ -1,5 +1,5 @@
 """An engine beside what the daemon holds, up to vLLM's own check of the device's memory: real vLLM, a real daemon with
-real loaders. The device's numbers are the test's own; tests/gpu/test_everyday.py has a real one.
+real loaders. The device's numbers are the test's own; bench/everyday.py takes a real one.
 """
 
 from __future__ import annotations

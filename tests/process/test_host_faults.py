@@ -265,7 +265,7 @@ def test_with_64_descriptors_a_crowd_is_refused_and_the_daemon_lives(
         assert refusal.code == "busy"
         # Its own handshake may be one of them.
         assert re.fullmatch(
-            r"this daemon has \d+ connections, the most that its limit of open files allows "
+            r"this daemon has \d+ connections, the maximum for its limit of open files "
             r"\(LimitNOFILE=, ulimit -n\): close some, then try again",
             refusal.message,
         )

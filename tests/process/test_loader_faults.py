@@ -23,7 +23,7 @@ Launcher = Callable[..., DaemonProcess]
 
 PROTOCOL = (
     "loader of {cache} broke the protocol: {what}; it was killed. "
-    "Is the weightcached of {python} the daemon's version?"
+    "Check that {python} has the daemon's version of weightcached"
 )
 # Longer than a loader needs to start on a busy machine.
 STALL_TIMEOUT_S = 4
@@ -44,9 +44,9 @@ FAULTS: dict[str, str] = {
     "it was killed; its last lines are in the log",
     "refuse-before-key": "config.json names no architecture",
     "wrong-generation": PROTOCOL.replace(
-        "{what}", "its index has generation {wrong}, asked was {generation}"
+        "{what}", "its index has generation {wrong}, expected {generation}"
     ),
-    "wrong-device": PROTOCOL.replace("{what}", "its index has device 'cpu999', asked was 'cpu0'"),
+    "wrong-device": PROTOCOL.replace("{what}", "its index has device 'cpu999', expected 'cpu0'"),
     "wrong-backend": PROTOCOL.replace("{what}", "its index has backend 'cuda' for device cpu0"),
     "corrupt-index": PROTOCOL.replace(
         "{what}", "tensor index: its digest does not match its content"
@@ -428,7 +428,7 @@ def test_reloads_that_wait_are_limited_in_number(
     with daemon.client("ctl") as tool:
         assert tool.ask(Reload()) == Refused(
             code="busy",
-            message="16 reloads wait for their turn already: try again when they are over",
+            message="16 reloads are waiting already: try again later",
         )
     gate.write_bytes(b"")
     daemon.until(lambda s: s.caches[0].generation == 2 and not s.caches[0].phase, "it is loaded")

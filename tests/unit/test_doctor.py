@@ -133,6 +133,7 @@ def test_healthy_machine_has_only_ok_findings(machine: Machine) -> None:
         "ok    user manager: running",
         f"ok    unit: {units}/weightcached@.service",
         f"ok    unit: {units}/weightcached-exporter.service",
+        f"ok    unit: {units}/weightcached-engine@.service",
         f"ok    unit: {units}/weightcached.target",
         f"ok    runtime directory: {machine.run}/weightcached",
         f"ok    cache directory: {machine.base}/cache/weightcached",
@@ -379,7 +380,7 @@ def test_missing_unit_fails(machine: Machine) -> None:
     missing = Finding(
         "unit", "fail", "weightcached.target is not installed", "weightcachectl install"
     )
-    assert machine.findings("unit")[2] == missing
+    assert machine.findings("unit")[3] == missing
 
 
 def test_unit_of_an_environment_that_is_gone_fails(machine: Machine) -> None:

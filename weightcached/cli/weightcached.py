@@ -231,6 +231,53 @@ def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port:
     _end(lambda: serve_http(Node(manifest, socket_dir), host=host, port=port))
 
 
+@main.command()
+@click.argument("name")
+@click.option(
+    "--manifest",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
+    help="The model manifest, which has NAME under engines:.",
+)
+@click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="$XDG_RUNTIME_DIR/weightcached",
+    help="Directory of the sockets; made with mode 0700 if it is missing.",
+)
+@click.option(
+    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="The least that is logged."
+)
+@click.option("--engine-module", hidden=True, default="weightcached.vllm_compat.server")
+def engine(
+    *, name: str, manifest: Path | None, socket_dir: Path | None, log_level: str, engine_module: str
+) -> None:
+    """Keep the engine service NAME of the manifest served until told to stop.
+
+    One vLLM engine serves, another is parked and takes over when the first dies or hangs. The
+    socket stays open meanwhile. SIGTERM lets requests end and stops; engines outlive a supervisor
+    that is killed, and its successor takes them back.
+
+    Exit status: 0 stopped, 1 no engine can be started, 2 bad usage, 75 NAME has a supervisor
+    already, 78 the configuration must be changed first.
+    """
+    from weightcached.engine import supervisor
+
+    logs.configure(log_level)
+    _end(
+        lambda: supervisor.run(
+            supervisor.Options(
+                name=name,
+                manifest=manifest.absolute() if manifest else None,
+                socket_dir=socket_dir.absolute() if socket_dir else None,
+                module=engine_module,
+            )
+        )
+    )
+
+
 def _end(serve: Callable[[], int]) -> NoReturn:
     try:
         status = serve()

@@ -44,7 +44,7 @@ CHANGED = "the checkpoint changed since it was loaded: weightcachectl reload"
 
 
 class _Offer(NamedTuple):
-    """Something that a key may match: a generation, a load under way, or what became of one."""
+    """Something that a key may match: a generation, a load under way, or one that is over."""
 
     cache: Cache
     key: WeightCacheKey | None
@@ -125,13 +125,10 @@ class Matcher:
     async def _settle(
         self, undecided: _Undecided, asked: WeightCacheKey, *, sampled: bool
     ) -> Answer:
-        """Neither equal nor different so far: have the missing digest made, by the engine or by
-        us.
-        """
+        """Undecided so far: have the missing digest made, by the engine or by us."""
         offer, need = undecided
         if not isinstance(offer.what, Generation) or offer.key is None:
-            # What is loading is compared for good once it is served; what failed or was released
-            # never is.
+            # A load is compared completely once it is served; a failed or released cache never is.
             return _final(offer)
         generation = offer.what
         if await asyncio.to_thread(changed_files, offer.key.checkpoint):
@@ -156,7 +153,7 @@ class Matcher:
         return self._digests[generation]
 
     async def _make_digest(self, generation: Generation) -> str:
-        """Fill in the generation's full digest. Returns what went wrong, or ""."""
+        """Fill in the generation's full digest. Returns the error, or ""."""
         identity = generation.key.checkpoint
         log.info("digest begins cache=%s generation=%d", generation.cache, generation.number)
         try:
@@ -181,7 +178,7 @@ class Matcher:
 
 
 def _identity(offer: _Offer, cached: WeightCacheKey) -> CheckpointIdentity:
-    """Our side of the comparison, with the full digest where it has been made since the load."""
+    """Our side of the comparison, with the full digest if it has been made since the load."""
     ours = cached.checkpoint
     full = offer.what.full_digest if isinstance(offer.what, Generation) else ours.full
     return msgspec.structs.replace(ours, full=full)
@@ -207,9 +204,7 @@ def loading(cache: Cache, load: LoadProgress) -> Loading:
 
 
 def _without_match(unknown: list[_Offer], nearest: list[Mismatch]) -> Answer:
-    """No known key matches: a load whose key is not known yet still may, else the nearest one is
-    named.
-    """
+    """No known key matches. A load with an unknown key still may; else name the nearest cache."""
     for offer in unknown:
         if isinstance(offer.what, LoadProgress):
             return loading(offer.cache, offer.what)
