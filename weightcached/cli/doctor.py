@@ -28,13 +28,15 @@ from weightcached.system.host_checks import is_full, lingers, output, units_that
 from weightcached.system.paths import (
     check_private_dir,
     check_socket,
+    config_home,
     devices_with_socket,
+    home,
     is_host_device,
     manifest_path,
     runtime_dir,
     socket_path,
 )
-from weightcached.system.units import UNITS, config_home, unit_dir
+from weightcached.system.units import UNITS, unit_dir
 
 # FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
 SYSTEMD_MIN = 246
@@ -193,7 +195,7 @@ def _manager() -> Iterator[Finding]:
 
 def _unit_dirs() -> list[Path]:
     """Where a user manager looks for units, the first that has one wins (systemd.unit(5))."""
-    data_home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
+    data_home = Path(os.environ.get("XDG_DATA_HOME") or home() / ".local/share")
     machine = ["/etc/systemd/user", "/usr/local/lib/systemd/user", "/usr/lib/systemd/user"]
     return [unit_dir(), Path(machine[0]), data_home / "systemd/user", *map(Path, machine[1:])]
 
@@ -214,7 +216,7 @@ def _exec_start(path: Path) -> Finding:
         return Finding("unit", "fail", f"{path}: {e.strerror}", "weightcachectl install")
     for line in re.findall(r"^Exec(?:Start|Reload)=(.*)$", text, re.MULTILINE):
         try:
-            command = shlex.split(line)[0].replace("%%", "%").replace("%h", str(Path.home()))
+            command = shlex.split(line)[0].replace("%%", "%").replace("%h", str(home()))
         except (ValueError, IndexError):
             return Finding(
                 "unit",
@@ -285,7 +287,7 @@ def _runtime_directory() -> Iterator[Finding]:
 
 def _cache_directory() -> Finding:
     """Where the digests of checkpoints are kept; without it each is made again."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "weightcached")
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache", "weightcached")
     there = next(folder for folder in (directory, *directory.parents) if folder.exists())
     again = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
     try:
@@ -375,7 +377,7 @@ def _interpreters(manifest: Manifest | None) -> Iterator[Finding]:
 
 def _interpreter(python: str) -> Finding:
     try:
-        seen: dict[str, Any] = json.loads(output(python, "-c", _ASK_INTERPRETER) or "")
+        seen: dict[str, Any] = json.loads(output(python, "-P", "-c", _ASK_INTERPRETER) or "")
     except ValueError:
         return Finding("plug-in", "fail", f"{python} does not run", f"{python} --version")
     pip = f"{python} -m pip install weightcached=={__version__}"
