@@ -104,7 +104,7 @@ def serve_engine() -> None:
                     answer["sleeping"] = bool(llm.llm_engine.engine_core.is_sleeping())
                 case "rpc":
                     llm.collective_rpc(command["method"])
-            if llm is not None:
+            if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         except BaseException as e:
             traceback.print_exc()

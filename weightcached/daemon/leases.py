@@ -17,8 +17,8 @@ from weightcached.wire.messages import EngineStatus, OldGeneration
 
 log = logging.getLogger(__name__)
 
-# Unmapping 15 GiB takes some 10 ms, and more on a busy machine.
-UNMAP_TIMEOUT_S = 10.0
+# Unmapping 15 GiB takes some 10 ms. Shorter than the patience of weightcachectl, which waits for it.
+UNMAP_TIMEOUT_S = 3.0
 
 
 class Broadcast:
