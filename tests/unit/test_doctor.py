@@ -61,10 +61,8 @@ class Machine:
         self.place("[cpu0]")
         self.gpus: list[Any] = []
         self.persistence: dict[str, str] = {}
-        devices = SimpleNamespace(
-            list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get
-        )
-        monkeypatch.setitem(sys.modules, "weightcached.system.gpus", devices)
+        monkeypatch.setattr(doctor, "list_gpus", lambda: self.gpus)
+        monkeypatch.setattr(doctor, "persistence_warning", self.persistence.get)
         self.processor("fpu avx avx2 avx512f avx512dq avx512bw avx512vl amx_tile")
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
         self.failed_units = self.active_units = ""

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from tests.fakes.commands import Commands
 from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon, cache, status
+from tests.fakes.values import encode_value
 from weightcached.cli.weightcachectl import main
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import (
@@ -28,7 +29,6 @@ from weightcached.index.tensors import (
     TensorIndex,
     TensorRecord,
 )
-from weightcached.model.values import encode_value
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.messages import Descriptors, Ready, Refused, Request, Status, Verify, encode
 
@@ -131,7 +131,8 @@ def serve(socket: Path) -> Iterator[Callable[..., StubDaemon]]:
 
 def handing_out(name: str, index: TensorIndex, fds: list[OwnedFd]) -> list[Answer]:
     ready = Ready(
-        cache=name, generation=index.generation, nbytes=index.nbytes, segment_nbytes=[], index_digest="x",
+        cache=name, generation=index.generation, nbytes=index.nbytes, segment_nbytes=[],
+        index_digest=index_format.digest_of(index_format.encode(index)),
         descriptors=len(fds),
     )  # fmt: skip
     return [ready, Packet(encode(Descriptors(first=0)), [fd.fileno() for fd in fds])]

@@ -6,7 +6,6 @@ says so instead of passing.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -20,21 +19,23 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
-from weightcached.cli.devices import list_gpus
 from weightcached.cli.status import ask_device
 from weightcached.config.manifest import ALL, Manifest, load_manifest
 from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
+from weightcached.system.gpus import list_gpus, persistence_warning
 from weightcached.system.host_checks import is_full, lingers, output, units_that_are
 from weightcached.system.paths import (
     check_private_dir,
     check_socket,
+    config_home,
     devices_with_socket,
+    home,
     is_host_device,
     manifest_path,
     runtime_dir,
     socket_path,
 )
-from weightcached.system.units import UNITS, config_home, unit_dir
+from weightcached.system.units import UNITS, unit_dir
 
 # FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
 SYSTEMD_MIN = 246
@@ -193,7 +194,7 @@ def _manager() -> Iterator[Finding]:
 
 def _unit_dirs() -> list[Path]:
     """Where a user manager looks for units, the first that has one wins (systemd.unit(5))."""
-    data_home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
+    data_home = Path(os.environ.get("XDG_DATA_HOME") or home() / ".local/share")
     machine = ["/etc/systemd/user", "/usr/local/lib/systemd/user", "/usr/lib/systemd/user"]
     return [unit_dir(), Path(machine[0]), data_home / "systemd/user", *map(Path, machine[1:])]
 
@@ -214,7 +215,7 @@ def _exec_start(path: Path) -> Finding:
         return Finding("unit", "fail", f"{path}: {e.strerror}", "weightcachectl install")
     for line in re.findall(r"^Exec(?:Start|Reload)=(.*)$", text, re.MULTILINE):
         try:
-            command = shlex.split(line)[0].replace("%%", "%").replace("%h", str(Path.home()))
+            command = shlex.split(line)[0].replace("%%", "%").replace("%h", str(home()))
         except (ValueError, IndexError):
             return Finding(
                 "unit",
@@ -285,7 +286,7 @@ def _runtime_directory() -> Iterator[Finding]:
 
 def _cache_directory() -> Finding:
     """Where the digests of checkpoints are kept; without it each is made again."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "weightcached")
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache", "weightcached")
     there = next(folder for folder in (directory, *directory.parents) if folder.exists())
     again = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
     try:
@@ -375,7 +376,7 @@ def _interpreters(manifest: Manifest | None) -> Iterator[Finding]:
 
 def _interpreter(python: str) -> Finding:
     try:
-        seen: dict[str, Any] = json.loads(output(python, "-c", _ASK_INTERPRETER) or "")
+        seen: dict[str, Any] = json.loads(output(python, "-P", "-c", _ASK_INTERPRETER) or "")
     except ValueError:
         return Finding("plug-in", "fail", f"{python} does not run", f"{python} --version")
     pip = f"{python} -m pip install weightcached=={__version__}"
@@ -419,11 +420,7 @@ def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
     wanted = [
         device for device in dict.fromkeys(placed) if device != ALL and not is_host_device(device)
     ]
-    try:
-        present = [gpu.uuid for gpu in list_gpus()]
-    except WeightcachedError as e:
-        yield Finding("GPU", "fail", str(e), "nvidia-smi")
-        return
+    present = [gpu.uuid for gpu in list_gpus()]
     for uuid in wanted:
         if uuid not in present:
             text = f"{uuid} stands in the manifest and is not in this machine"
@@ -433,7 +430,7 @@ def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
 
 
 def _persistence(uuid: str) -> Finding:
-    warning = importlib.import_module("weightcached.system.gpus").persistence_warning(uuid)
+    warning = persistence_warning(uuid)
     if warning:
         return Finding("GPU", "warn", str(warning), f"sudo nvidia-smi -i {uuid} -pm 1")
     return Finding("GPU", "ok", f"{uuid}: persistence mode is on, or cannot be read")

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from weightcached.cli.progress import ProgressDisplay
 from weightcached.cli.status import ask_device
-from weightcached.errors import WeightcachedError
+from weightcached.errors import EXIT_CONFIG, WeightcachedError
 from weightcached.system.paths import session_environment
 
 Verb = Literal["start", "stop", "restart"]
@@ -26,6 +26,7 @@ _PROPERTIES = (
     "StatusText",
     "Job",
     "InvocationID",
+    "NRestarts",
 )
 
 
@@ -48,6 +49,15 @@ class UnitState(NamedTuple):
     status_text: str
     job: str
     invocation: str
+    restarts: str = ""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the manager starts it again neither by itself nor when asked to, until
+        reset-failed. `result` stays that of the last attempt, unless that was refused too.
+        """
+        repeated = self.restarts not in ("", "0") and self.exit_status != str(EXIT_CONFIG)
+        return self.active == "failed" and (self.result == "start-limit-hit" or repeated)
 
 
 def unit_of(device: str) -> str:
@@ -174,20 +184,37 @@ def check_unit_state(
         return None
     if state.load == "not-found":
         return UnitError(f"{unit} is not installed: weightcachectl install")
-    if state.result == "start-limit-hit":
-        return UnitError(
-            f"{unit} failed too often in a row: systemctl --user reset-failed {unit}, then start it again"
-        )
     nothing = f"no message; journalctl --user -u {unit}"
     if state.active == "activating" and state.sub != "auto-restart":
         # The next attempt: the unit tells nothing of the one before any more, its journal does.
         words = (_read_last_line(before) or before.status_text) if before else ""
         return UnitError(f"{unit} failed, systemd tries again: {words or nothing}")
+    if state.given_up:
+        words = state.status_text or _read_last_line(state) or nothing
+        return UnitError(
+            f"{unit} failed too often in a row ({state.result}, status {state.exit_status}): {words}; "
+            f"systemctl --user reset-failed {unit}, then weightcachectl start {device}"
+        )
     again = ", systemd tries again" if state.sub == "auto-restart" else ""
     words = state.status_text or _read_last_line(state) or nothing
     return UnitError(
         f"{unit} is {state.active} ({state.result}, status {state.exit_status}{again}): {words}"
     )
+
+
+def running_units() -> dict[str, str]:
+    """The units of ours that run or are about to, and the unit file of each. Empty where no user
+    manager answers.
+    """
+    states = "--state=active,activating,reloading,deactivating"
+    try:
+        listed = systemctl("list-units", states, "--plain", "--no-legend", "weightcached*.service")
+        names = [line.split()[0] for line in listed.splitlines() if line.strip()]
+        return {
+            x: systemctl("show", "--value", "--property=FragmentPath", x).strip() for x in names
+        }
+    except UnitError:
+        return {}
 
 
 def _read_last_line(state: UnitState) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from weightcached.system.units import Outcome
 
 WATCH_PERIOD_S = 1.0
+# What a daemon answers where it has none of the caches that were named.
+UNKNOWN_CACHE = "unknown-cache"
 
 
 class _Group(click.Group):
@@ -62,6 +64,23 @@ _on_devices = click.option(
     callback=_check_devices,
     help="Only there; repeatable.",
 )
+
+
+def _choose_socket_dir(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+    from weightcached.system.paths import choose_runtime_dir
+
+    choose_runtime_dir(value)
+
+
+_socket_dir = click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="$XDG_RUNTIME_DIR/weightcached",
+    expose_value=False,
+    callback=_choose_socket_dir,
+    help="Directory of the daemons' sockets.",
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
 
 
@@ -90,6 +109,7 @@ def main() -> None:
 
 
 @main.command()
+@_socket_dir
 @_optional_devices
 @_json
 @click.option("--watch", is_flag=True, help="Show changes until interrupted.")
@@ -115,25 +135,43 @@ def _show_status(devices: Sequence[str], as_json: bool) -> int:
     return 0 if answers.replies else EXIT_NO_DAEMON
 
 
-def _ask(devices: Sequence[str]) -> Answers:
-    """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr."""
+def _ask(devices: Sequence[str], *, units: bool = True) -> Answers:
+    """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr,
+    with `units` also what systemd knows of those that have ended.
+    """
     from weightcached.cli import status
     from weightcached.system.paths import devices_with_socket
 
     asked = list(devices) or devices_with_socket()
     answers = status.ask_all(asked)
-    for device, error in answers.errors.items():
+    silent = {device: str(error) for device, error in answers.errors.items()}
+    if units and (silent or not asked):
+        silent |= _failed_units(devices, silent)
+    for device, error in silent.items():
         complain(f"{device}: {error}")
     for reply in answers.replies:
         if reply.manifest_error:
             complain(
                 f"{reply.device}: the manifest was refused, the one before stays in force: {reply.manifest_error}"
             )
-    if not asked:
+    if not asked and not silent:
         from weightcached.system.paths import runtime_dir
 
         complain(str(status.no_daemon(runtime_dir())))
     return answers
+
+
+def _failed_units(devices: Sequence[str], silent: Collection[str]) -> dict[str, str]:
+    """A daemon that has ended tells nothing any more; systemd keeps what it said, and whether it is
+    started again.
+    """
+    from weightcached.cli.units import failures
+
+    return {
+        device: str(error)
+        for device, error in failures().items()
+        if device in silent or not devices
+    }
 
 
 def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
@@ -165,13 +203,14 @@ def _watch_lines(answers: Answers) -> list[str]:
 
 
 @main.command()
+@_socket_dir
 @_optional_devices
 @click.option(
     "--cache",
     "caches",
     metavar="NAME",
     multiple=True,
-    help="Only this cache, e.g. llama-8b/target; repeatable.",
+    help="Only this cache, e.g. llama-8b/target, or all of a model's; repeatable.",
 )
 @click.option("--force", is_flag=True, help="Load anew what has not changed, too.")
 @click.option(
@@ -197,7 +236,32 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
     display = _display()
     ended = reload_all(asked, caches=caches, force=force, timeout_s=timeout_s, display=display)
     display.clear()
-    _exit(max(_report_reload(device, end) for device, end in ended.items()))
+    _exit(_report_reloads(ended, caches))
+
+
+def _report_reloads(ended: Mapping[str, Any], caches: Sequence[str]) -> int:
+    """Print how each device's reload ended. A device without the caches that were named has nothing
+    to do, as long as another has them.
+    """
+    lacking = [device for device, end in ended.items() if getattr(end, "code", "") == UNKNOWN_CACHE]
+    if len(lacking) == len(ended):
+        lacking = []
+    for device in lacking:
+        click.echo(f"{device}: has no {', '.join(caches)}, nothing to do")
+    statuses = [_report_reload(device, ended[device]) for device in ended if device not in lacking]
+    if not any(statuses):
+        statuses += _report_misnamed(ended.values(), caches)
+    return max(statuses)
+
+
+def _report_misnamed(ends: Iterable[Any], caches: Sequence[str]) -> list[int]:
+    """Complain of each name that is no cache's and no model's on any device."""
+    found = {outcome.cache for end in ends for outcome in getattr(end, "outcomes", ())}
+    names = found | {cache.rpartition("/")[0] for cache in found}
+    wrong = [cache for cache in caches if cache not in names]
+    for cache in wrong:
+        complain(f"no daemon has a cache {cache!r}")
+    return [EXIT_FAILURE for _ in wrong]
 
 
 def _report_reload(device: str, end: Any) -> int:
@@ -224,6 +288,7 @@ def _display() -> ProgressDisplay:
 
 
 @main.command()
+@_socket_dir
 @click.argument("cache", metavar="CACHE")
 @_on_devices
 @click.option(
@@ -253,6 +318,7 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
 
 
 @main.command()
+@_socket_dir
 @_json
 def devices(as_json: bool) -> None:
     """List devices, with their models and daemons.
@@ -298,16 +364,18 @@ def plan(as_json: bool, manifest: Path | None) -> None:
 
 
 @main.command()
+@_socket_dir
 @_devices
 def start(devices: Sequence[str]) -> None:
     """Start units and wait until they serve.
 
-    Exit status: 0 all serve, 1 a unit failed.
+    Exit status: 0 all serve, 1 a unit failed, or serves nothing of what it was to load.
     """
     _run_job("start", devices)
 
 
 @main.command()
+@_socket_dir
 @_devices
 def stop(devices: Sequence[str]) -> None:
     """Stop units, which frees their memory.
@@ -319,12 +387,13 @@ def stop(devices: Sequence[str]) -> None:
 
 
 @main.command()
+@_socket_dir
 @_devices
 def restart(devices: Sequence[str]) -> None:
     """Restart units; what is resident stays.
 
     Nothing is loaded again that the manifest still wants.
-    Exit status: 0 all serve, 1 a unit failed.
+    Exit status: 0 all serve, 1 a unit failed, or serves nothing of what it was to load.
     """
     _run_job("restart", devices)
 
@@ -338,12 +407,33 @@ def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
     finally:
         display.clear()
     past = {"start": "started", "stop": "stopped", "restart": "restarted"}[verb]
+    failed = False
     for device, error in ended.items():
         if error:
             complain(f"{device}: {error}")
+            failed = True
         else:
             click.echo(f"{device}: {past}")
-    _exit(EXIT_FAILURE if any(ended.values()) else 0)
+            failed |= verb != "stop" and not _serves(device)
+    _exit(EXIT_FAILURE if failed else 0)
+
+
+def _serves(device: str) -> bool:
+    """Say which caches of a daemon that has started failed. False where it serves none of those
+    that it was to load.
+    """
+    from weightcached.cli.status import ask_device
+
+    try:
+        caches = ask_device(device).caches
+    except WeightcachedError:
+        # Where its socket is, this session does not look: doctor says so.
+        return True
+    failed = [cache for cache in caches if cache.state == "failed"]
+    for cache in failed:
+        again = "; it is tried again" if cache.retry_at is not None else ""
+        complain(f"{device} {cache.name} failed: {' '.join(cache.error.split())}{again}")
+    return not failed or any(cache.state == "ready" for cache in caches)
 
 
 @main.command()
@@ -373,13 +463,22 @@ def install() -> None:
 def uninstall() -> None:
     """Remove what 'install' wrote.
 
-    Files that somebody edited stay. Running units go on.
+    Files that somebody edited stay. Refused while a unit runs: without its file systemd would
+    forget it, and free what it holds.
 
-    Exit status: 0 also where edited files are left; they are named.
+    Exit status: 0 also where edited files are left; they are named. 1 a unit runs.
     """
-    from weightcached.cli.units import reload_manager
+    from weightcached.cli.units import reload_manager, running_units
     from weightcached.system import units
 
+    ours = {str(path) for path in units.destinations()}
+    running = [name for name, path in running_units().items() if path in ours]
+    if running:
+        complain(
+            f"{', '.join(running)} {'runs' if len(running) == 1 else 'run'}, and would lose what is resident: "
+            f"systemctl --user disable --now {' '.join(running)}, then uninstall"
+        )
+        _exit(EXIT_FAILURE)
     _report_files(units.uninstall())
     reload_manager()
 
@@ -391,6 +490,7 @@ def _report_files(outcomes: Sequence[Outcome]) -> None:
 
 
 @main.command()
+@_socket_dir
 @_json
 def doctor(as_json: bool) -> None:
     """Check what daemons and engines need.
@@ -409,6 +509,7 @@ def doctor(as_json: bool) -> None:
 
 
 @main.command()
+@_socket_dir
 @click.argument("cache", metavar="[CACHE]", required=False)
 @_on_devices
 def verify(cache: str | None, devices: Sequence[str]) -> None:
@@ -435,6 +536,7 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
 
 
 @main.command()
+@_socket_dir
 @click.argument("cache", metavar="CACHE")
 @_on_devices
 @_json
@@ -451,7 +553,7 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
     from weightcached.cli import explain
     from weightcached.cli.reload import holders
 
-    answers = _ask(devices)
+    answers = _ask(devices, units=False)
     if not answers.replies:
         _exit(_explain_failed_units(devices))
     found = explain.reports(answers.replies, holders(answers.replies, cache))
@@ -464,11 +566,7 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
 
 def _explain_failed_units(devices: Sequence[str]) -> int:
     """A daemon none of whose models could be loaded has ended; systemd keeps what it said."""
-    from weightcached.cli.units import failures
-
-    ended = {
-        device: error for device, error in failures().items() if not devices or device in devices
-    }
+    ended = _failed_units(devices, devices)
     for device, error in ended.items():
         click.echo(f"{device}: {error}")
     return EXIT_FAILURE if ended else EXIT_NO_DAEMON

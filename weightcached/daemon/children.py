@@ -202,12 +202,14 @@ def environment_of(program: str, device: str | None = None) -> dict[str, str]:
     """The environment of a child: the daemon's, with the interpreter's directory first in PATH.
 
     Without ninja, vLLM does not use FlashInfer's kernels. ninja is usually installed beside the
-    interpreter, in a directory that a service manager does not search. With `device`, the child
-    sees no other device.
+    interpreter, in a directory that a service manager does not search. A directory named vllm in
+    the working directory is no vLLM: PYTHONSAFEPATH keeps the child from importing it, and what it
+    starts in turn, which its own -P would not. With `device`, the child sees no other device.
     """
     environment = {
         name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS
     }
+    environment["PYTHONSAFEPATH"] = "1"
     directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
     if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
         environment["PATH"] = f"{directory}{os.pathsep}{searched}"

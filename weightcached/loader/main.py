@@ -27,6 +27,7 @@ from weightcached.errors import (
 )
 from weightcached.index import tensors as index_format
 from weightcached.segments.api import Backend, open_backend
+from weightcached.system.cgroups import memory_room
 from weightcached.system.fds import close_all
 from weightcached.system.gpus import check_present, holders
 from weightcached.system.paths import is_host_device
@@ -251,15 +252,25 @@ def _check_memory(
     free, total = backend.free_bytes()
     if needed <= free:
         return
+    raise OutOfDeviceMemoryError(
+        f"{job.cache} needs at least {bytes_text(needed)} on {job.device}, {bytes_text(free)} of "
+        f"{bytes_text(total)} are free; "
+        f"{_why_no_room(backend, job.device, total)}"
+    )
+
+
+def _why_no_room(backend: Backend, device: str, total: int) -> str:
+    """What limits the memory or holds it, and what to do."""
+    if backend.name == "host" and (room := memory_room()) and room.limit == total:
+        return f"the limit is {room.file}: raise MemoryMax= of the unit or of what it runs in, or use another device"
     held = (
-        [f"pid {h.pid} ({h.name}) {bytes_text(h.nbytes)}" for h in holders(job.device)]
+        [f"pid {h.pid} ({h.name}) {bytes_text(h.nbytes)}" for h in holders(device)]
         if backend.name == "cuda"
         else []
     )
-    raise OutOfDeviceMemoryError(
-        f"{job.cache} needs at least {bytes_text(needed)} on {job.device}, {bytes_text(free)} of "
-        f"{bytes_text(total)} are free; held by {', '.join(held) or 'no listed process'}: stop "
-        "one, 'weightcachectl drop' a cache, or use another device"
+    return (
+        f"held by {', '.join(held) or 'no listed process'}: stop one, 'weightcachectl drop' a cache, "
+        "or use another device"
     )
 
 

@@ -373,7 +373,9 @@ class Command:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
+    """PYTHONSAFEPATH: a directory named vllm where this command was typed is no vLLM."""
+    kept = {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
+    return {**kept, "PYTHONSAFEPATH": "1"}
 
 
 def _exit_status(status: int) -> int:
