@@ -75,12 +75,12 @@ REASONS: dict[str, tuple[str, str, str]] = {
     "loading": (
         "still-loading", UNAVAILABLE,
         "tiny/target is still loading (weights); raise state_timeout_s to wait longer, 'weightcachectl status' shows "
-        "how far it is",
+        "its progress",
     ),
     "stalled": (
         "stalled", UNAVAILABLE,
         "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 0 s; 'weightcachectl status' shows its "
-        "state, 'journalctl --user' what its loader says",
+        "state, 'journalctl --user' its loader's log",
     ),
     "unsupported-quantization": (
         "unsupported-quantization", QUANT, "model.layers.0.mlp: method Odd sets attribute lut, a numpy.ndarray",

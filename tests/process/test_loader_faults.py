@@ -457,18 +457,30 @@ def test_two_reloads_run_one_after_the_other(
     assert len(spawns.read_text().splitlines()) == 1
 
 
+NVML_OF_ONE_GPU = """
+from types import SimpleNamespace
+class NVMLError(Exception): pass
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(index): return "handle"
+def nvmlDeviceGetMigMode(handle): raise NVMLError("Not Supported")
+def nvmlDeviceGetUUID(handle): return "{uuid}"
+def nvmlDeviceGetName(handle): return "NVIDIA H200"
+def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=1)
+def nvmlSystemGetDriverVersion(): return "580.159.03"
+"""
+
+
 def test_gpu_that_this_machine_lacks_is_named_beside_those_that_it_has(
     make_daemon: Launcher, checkpoint: Path, short_tmp: Path
 ) -> None:
     lacking, present = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "01")
-    smi = short_tmp / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(
-        f"#!/bin/sh\nif [ $1 = -L ]; then echo 'GPU 0: NVIDIA H200 (UUID: {present})'; fi\n"
-    )
-    smi.chmod(0o755)
+    # In the place of nvidia-ml-py: NVML of a machine with one other GPU.
+    (short_tmp / "fake").mkdir()
+    (short_tmp / "fake/pynvml.py").write_text(NVML_OF_ONE_GPU.format(uuid=present))
     daemon = make_daemon([model("tiny", checkpoint, lacking)], device=lacking)
-    daemon.env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    daemon.env = {"PYTHONPATH": str(short_tmp / "fake")}
     # The product's loader: it opens the device before it imports an engine's libraries.
     daemon.loader_command = None
     assert daemon.launch().wait() == 78

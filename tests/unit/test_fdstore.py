@@ -186,7 +186,7 @@ def test_unsealed_index_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFi
     made.stored[0] = Stored(made.stored[0].name, OwnedFd(os.memfd_create("unsealed")))
     assert (
         dropped(made.stored, caplog)
-        == "its index: the descriptor is not a memfd sealed against change"
+        == "tensor index: the descriptor is not a memfd sealed against change"
     )
 
 

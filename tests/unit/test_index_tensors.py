@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.models import an_index
+from tests.fakes.values import encode_value
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import (
     FORMAT_VERSION,
@@ -28,7 +29,6 @@ from weightcached.index.tensors import (
     encode,
     layout_difference,
 )
-from weightcached.model.values import encode_value
 
 HEADER_NBYTES = 38
 

@@ -379,7 +379,7 @@ def test_reload_that_takes_too_long_is_told_and_goes_on(runtime: Path) -> None:
         3,
         "",
         "cpu0 a/target: read weights\n"
-        "weightcachectl: cpu0: the reload was not over within 0.3 s and goes on: weightcachectl status\n",
+        "weightcachectl: cpu0: the reload is not over after 0.3 s and goes on: weightcachectl status\n",
     )
 
 
@@ -465,9 +465,7 @@ def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise result
         return result
 
-    monkeypatch.setitem(
-        sys.modules, "weightcached.cli.verify_cache", SimpleNamespace(verify_cache=verify_cache)
-    )
+    monkeypatch.setattr("weightcached.cli.verify.verify_cache", verify_cache)
     return results
 
 
@@ -513,9 +511,7 @@ def test_verify_that_cannot_read_exits_1(runtime: Path, verifier: list[Any]) -> 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setitem(
-        sys.modules, "weightcached.system.gpus", SimpleNamespace(list_gpus=lambda: found)
-    )
+    monkeypatch.setattr("weightcached.cli.devices.list_gpus", lambda: found)
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -17,8 +17,9 @@ from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.wire.messages import CacheState, CacheStatus, Role
+from weightcached.wire.messages import CacheState, CacheStatus, LoadMessage, Role
 
+_M = TypeVar("_M", bound=LoadMessage)
 Source = Literal["loaded", "adopted"]
 
 # The allowed transitions. A ready cache stays ready while its next generation loads, and if that
@@ -111,6 +112,16 @@ class LoadProgress:
             self._phase_began = time.monotonic()
         self.phase, self.done_bytes, self.total_bytes = phase, done_bytes, total_bytes
         return True
+
+    def message(self, kind: type[_M], cache: str) -> _M:
+        """Where the load is, as a message about `cache`."""
+        return kind(
+            cache=cache,
+            phase=self.phase,
+            done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes,
+            eta_s=self.eta_s,
+        )
 
     @property
     def eta_s(self) -> float | None:

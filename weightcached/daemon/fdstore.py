@@ -22,7 +22,7 @@ from weightcached.daemon.caches import Aside, Generation
 from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError
-from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.index.tensors import TensorIndex, read_index
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd
 from weightcached.system.notify import StoreConnection, Stored
@@ -190,13 +190,8 @@ def _generation(tag: str, members: dict[str, OwnedFd], expected: Expected) -> Ge
     """Check one set. Raises IndexFormatError with the reason why it is of no use."""
     if _INDEX not in members:
         raise IndexFormatError(f"it has {len(members)} segments and no index")
-    try:
-        data = read_sealed(members[_INDEX].fileno(), max_nbytes=MAX_INDEX_BYTES)
-    except (ValueError, OSError) as e:
-        raise IndexFormatError(f"its index: {e}") from e
-    # decode() recognises another format version before anything else, and checks the digest.
-    index = decode(data)
-    digest = digest_of(data)
+    # Another format version is recognised before anything else, and the digest is checked.
+    index, digest = read_index(members[_INDEX])
     if not digest.startswith(tag):
         raise IndexFormatError(f"its index has digest {digest[:40]}")
     _check_origin(index, expected)

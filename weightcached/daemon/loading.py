@@ -23,8 +23,8 @@ from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError, LoadError, ProtocolError
 from weightcached.index.key import WeightCacheKey
-from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.system.fds import OwnedFd, close_all, is_sealed, read_sealed
+from weightcached.index.tensors import TensorIndex, read_index
+from weightcached.system.fds import OwnedFd, close_all, is_sealed
 from weightcached.system.paths import is_host_device
 from weightcached.system.process import signal_name
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet
@@ -362,9 +362,8 @@ class LoaderRun:
         if self._index is None:
             raise AssertionError("an incomplete delivery is never checked")
         try:
-            data = read_sealed(self._index.fileno(), max_nbytes=MAX_INDEX_BYTES)
-            index = decode(data)
-        except (ValueError, IndexFormatError) as e:
+            index, digest = read_index(self._index)
+        except IndexFormatError as e:
             raise self._protocol_error(str(e)) from e
         for field in ("device", "cache", "role", "generation", "spec_digest", "boot_id"):
             asked, got = getattr(self._request, field), getattr(index, field)
@@ -385,7 +384,7 @@ class LoaderRun:
                 fault = host_segment_fault(fd.fileno(), segment.nbytes)
                 if fault:
                     raise self._protocol_error(f"segment {number} {fault}")
-        return Delivery(index, digest_of(data), self._index, self._segments)
+        return Delivery(index, digest, self._index, self._segments)
 
 
 def host_segment_fault(fd: int, nbytes: int) -> str:

@@ -138,9 +138,7 @@ class Matcher:
             return _checkpoint_mismatch(offer.cache, offer.key, asked, reason)
         task = self._full_digest(generation) if "cached" in need.sides else None
         if "asked" in need.sides:
-            return NeedDigest(
-                rung=need.rung, files=[f.name for f in asked.checkpoint.files if len(f.name) <= 300]
-            )
+            return NeedDigest(rung=need.rung)
         if task is not None and task.done():
             self.forget(generation)
             if task.result():
@@ -202,13 +200,7 @@ def _final(offer: _Offer) -> Answer:
 
 def loading(cache: Cache, load: LoadProgress) -> Loading:
     """The Loading message for a load under way."""
-    return Loading(
-        cache=cache.name,
-        phase=load.phase,
-        done_bytes=load.done_bytes,
-        total_bytes=load.total_bytes,
-        eta_s=load.eta_s,
-    )
+    return load.message(Loading, cache.name)
 
 
 def _without_match(unknown: list[_Offer], nearest: list[Mismatch]) -> Answer:

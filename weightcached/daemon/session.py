@@ -347,7 +347,7 @@ class Session:
         while not task.done():
             for cache in self._service.caches:
                 if cache.load is not None:
-                    await self._send(_progress(cache))
+                    await self._send(cache.load.message(Progress, cache.name))
             await asyncio.wait({task}, timeout=PROGRESS_S)
         result = task.result()
         await self._send(ReloadReply(outcomes=result) if isinstance(result, list) else result)
@@ -416,19 +416,6 @@ def _ready(generation: Generation, *, descriptors: int = 0) -> Ready:
         segment_nbytes=generation.segment_nbytes,
         index_digest=generation.index_digest,
         descriptors=descriptors,
-    )
-
-
-def _progress(cache: Cache) -> Progress:
-    load = cache.load
-    if load is None:
-        raise AssertionError(f"cache {cache.name} is not being loaded")
-    return Progress(
-        cache=cache.name,
-        phase=load.phase,
-        done_bytes=load.done_bytes,
-        total_bytes=load.total_bytes,
-        eta_s=load.eta_s,
     )
 
 

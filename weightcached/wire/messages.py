@@ -169,14 +169,20 @@ class Descriptors(Message, frozen=True):
     first: Count
 
 
-class Loading(Message, frozen=True):
-    """A matching cache is being loaded. `eta_s` is None until it can be estimated."""
+class LoadMessage(Message, frozen=True):
+    """Base of what tells how far a cache's load is. Bytes count within the phase; `eta_s` is None
+    until it can be estimated.
+    """
 
     cache: Name
     phase: Text
     done_bytes: Count = 0
     total_bytes: Count = 0
     eta_s: float | None = None
+
+
+class Loading(LoadMessage, frozen=True):
+    """A matching cache is being loaded."""
 
 
 class FieldMismatch(msgspec.Struct, frozen=True, array_like=True):
@@ -198,7 +204,6 @@ class NeedDigest(Message, frozen=True):
     """Undecided on the checkpoint: send the request again with the digest of `rung` filled in."""
 
     rung: Literal["sample", "full"]
-    files: list[Name] = []
 
 
 class Absent(Message, frozen=True):
@@ -237,14 +242,8 @@ class Unmap(Message, frozen=True):
     """
 
 
-class Progress(Message, frozen=True):
+class Progress(LoadMessage, frozen=True):
     """One cache's progress during Reload."""
-
-    cache: Name
-    phase: Text
-    done_bytes: Count = 0
-    total_bytes: Count = 0
-    eta_s: float | None = None
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -366,7 +365,6 @@ class LoaderIndex(Message, frozen=True):
     """The index, in one descriptor; `segments` descriptors follow in Descriptors packets."""
 
     segments: Count
-    peak_bytes: Count = 0
 
 
 class LoaderFailed(Message, frozen=True):
