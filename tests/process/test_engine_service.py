@@ -280,6 +280,22 @@ def test_second_supervisor_is_refused(make: Make) -> None:
     assert service.get()["engine"] == 1
 
 
+def test_descriptors_and_processes_do_not_grow(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    assert service.process
+    supervisor = service.process.pid
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir(f"/proc/{supervisor}/fd")), len(service.processes())
+
+    before = held()
+    for _ in range(6):
+        kill(service.until_standby()["pid"])
+    service.until_standby()
+    until(lambda: held() == before, "as before")
+
+
 def test_idle_service_sleeps_and_the_next_connection_wakes_it(make: Make) -> None:
     service = make(idle_sleep_s=0.5).start()
     service.until(lambda s: s["state"] == "asleep", "it sleeps")
@@ -384,8 +400,9 @@ def test_random_kills(make: Make) -> None:
             seen = len(clients.answers)
             if n % 5 == 4:
                 until(lambda seen=seen: len(clients.answers) > seen, f"answers after kill {n}")
+        # An engine whose core died unseen is parked until it is asked.
+        until(lambda: len(service.processes()) == 4, "two engines of two processes")
         service.until_standby()
     assert clients.refused == []
-    assert len(service.processes()) == 4, "two engines of two processes"
     assert service.stop() == 0
     assert service.processes() == []

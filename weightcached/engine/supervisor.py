@@ -274,6 +274,8 @@ class Supervisor:
         for directory in sorted(self._directory.iterdir()):
             if not directory.is_dir():
                 continue
+            # No number twice in one log.
+            self.service.skip_to(int(directory.name) if directory.name.isdecimal() else 0)
             record = running.read_record(directory)
             if record is not None and running.is_alive(record):
                 found.append(record)
