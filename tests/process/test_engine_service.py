@@ -16,8 +16,10 @@ import pytest
 
 from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.service import ClientLoop, ServiceProcess
-from weightcached.engine.control import EngineError
-from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE
+from weightcached.cli.engine import as_json, as_table
+from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
+from weightcached.exporter.health import Node
+from weightcached.exporter.metrics import text_of
 
 Make = Callable[..., ServiceProcess]
 
@@ -362,6 +364,40 @@ def test_takeover_asks_no_neighbour(make: Make) -> None:
     other.kill_supervisor()
     kill(status["pid"])
     assert one.get()["engine"] != status["generation"]
+
+
+def test_metrics_and_table_show_the_service(make: Make) -> None:
+    service = make().start()
+    kill(service.until_standby()["pid"])
+    service.until(lambda s: s["takeovers"] == 1, "a takeover")
+    status = service.until_standby()
+    text = text_of(Node(service.manifest, service.runtime))
+    for line in (
+        'weightcached_engine_up{engine="chat"} 1.0',
+        'weightcached_engine_state{engine="chat",state="serving"} 1.0',
+        'weightcached_engine_state{engine="chat",state="asleep"} 0.0',
+        'weightcached_engine_parked{engine="chat"} 1.0',
+        'weightcached_engine_takeovers_total{engine="chat"} 1.0',
+    ):
+        assert line in text.splitlines()
+    assert 'weightcached_engine_last_takeover_seconds{engine="chat"} 0.' in text
+    head, row = as_table([status], now=status["since"] + 75)
+    assert head.split() == [
+        "ENGINE",
+        "STATE",
+        "LISTEN",
+        "SERVING",
+        "STANDBY",
+        "TAKEOVERS",
+        "DETAIL",
+    ]
+    assert row == (
+        f"chat    serving  127.0.0.1:{service.port}  engine 2, pid {status['pid']}  engine 3 parked  "
+        f"1, last in {status['last_takeover_s']:.2f} s  for 75 s"
+    )
+    assert list(as_json([status])[0]) == [
+        "name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s",
+    ]  # fmt: skip
 
 
 def test_unix_socket(make: Make, short_tmp: Path) -> None:

@@ -28,7 +28,6 @@ from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.engine import control, endpoint, manager, running
 from weightcached.engine.child import Job
-from weightcached.engine.control import EngineError
 from weightcached.engine.plan import Plan, make_plan
 from weightcached.engine.running import Record, Running
 from weightcached.engine.starting import Nursery, start_by_exec
@@ -38,6 +37,7 @@ from weightcached.engine.turns import Turns
 from weightcached.errors import (
     EXIT_BUSY,
     EXIT_FAILURE,
+    EngineError,
     RuntimePathError,
     WeightcachedError,
 )
