@@ -1,6 +1,4 @@
-"""`weightcached preload` with real daemons: start, deaths, adoption, stop. vLLM's parser and loader
-are stand-ins.
-"""
+"""`weightcached preload` with real daemons, and stand-ins for vLLM's parser and loader."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ class Preload:
         until(at_gate, "loading")
 
     def status(self, device: str) -> StatusReply | None:
-        """What the daemon says, None if there is none."""
+        """The daemon's status, None if there is no daemon."""
         with contextlib.suppress(WeightcachedError):
             path = self.runtime / f"{device}.sock"
             with Connection.connect(path, timeout_s=BOUND_S, purpose="ctl") as connection:
