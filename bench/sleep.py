@@ -429,7 +429,7 @@ class Bench:
         self.check("daemon", a, "big", "on the newest generation")
         a.ask("sleep")
         generation = self.daemon.caches()["big/target"]["generation"]
-        done = self.daemon.ctl("reload", "--force", "big/target")
+        done = self.daemon.ctl("reload", "--force", "--cache", "big/target")
         self.row(
             "daemon",
             "reload --force beside a sleeping engine",
@@ -503,7 +503,7 @@ class Bench:
             engine.ask("wake", tags=["kv_cache"])
             if engine.tokens() != first:
                 raise EngineError(f"mode copy: tokens differ after level 2, weights from {source}")
-            self.daemon.ctl("reload", "bf16/target")
+            self.daemon.ctl("reload", "--cache", "bf16/target")
         engine.kill()
         log = engine.log.read_text(encoding="utf-8", errors="replace")
         told = ["the weights come from disk again" in log, "of bf16/target into the model" in log]

@@ -52,6 +52,13 @@ def test_engines_are_forked_and_executed_where_that_is_refused(make: Make, refus
     assert service.log.count(f"engines are executed, not forked: {refusal}\n") == bool(refusal)
 
 
+def test_nursery_in_which_a_fork_does_not_work_is_not_used(make: Make) -> None:
+    service = make()
+    service.env["FAKE_ENGINE_TRIAL"] = "crash"
+    service.start()
+    assert "executed, not forked: a fork that was tried ended with status 7\n" in service.log
+
+
 @pytest.mark.parametrize("victim", ["pid", "core"])
 def test_death_of_any_process_brings_the_parked_engine(make: Make, victim: str) -> None:
     service = make().start()
@@ -287,6 +294,58 @@ def test_sleep_and_wake_by_hand(make: Make) -> None:
     assert service.ask("sleep")["state"] == "asleep"
     assert {e["state"] for e in service.status()["engines"]} == {"parked"}
     assert service.ask("wake")["state"] == "serving"
+
+
+def test_services_that_do_not_fit_together_take_turns(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    assert one.get()["engine"] == 1
+    other.start()
+    one.until(lambda s: s["state"] == "asleep", "it makes room for the other")
+    assert "asking service=chat to sleep" in other.log
+    for service, sleeper in ((one, other), (other, one)):
+        assert not service.get()["asleep"]
+        states = [s.status()["state"] for s in (service, sleeper)]
+        assert states == ["serving", "asleep"]
+        assert [s.status()["awake"] for s in (service, sleeper)] == [True, False]
+
+
+def test_services_that_fit_together_are_awake_together(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.5}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    assert [s.get()["asleep"] for s in (one, other)] == [False, False]
+    assert [s.status()["state"] for s in (one, other)] == ["serving", "serving"]
+
+
+def test_request_under_way_ends_before_its_service_sleeps_for_another(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    with socket.create_connection(("127.0.0.1", one.port), timeout=BOUND_S) as slow:
+        slow.sendall(b"GET /slow?3 HTTP/1.1\r\nHost: x\r\n\r\n")
+        one.until(lambda s: any(e["requests"] > 0 for e in s["engines"]), "the request is there")
+        other.get()
+        assert b"200 OK" in slow.recv(65536)
+
+
+def test_takeover_asks_no_neighbour(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    one.get()
+    status = one.until_standby()
+    other.kill_supervisor()
+    kill(status["pid"])
+    assert one.get()["engine"] != status["generation"]
 
 
 def test_unix_socket(make: Make, short_tmp: Path) -> None:

@@ -165,15 +165,15 @@ def test_failure_exits_1_and_a_warning_does_not(machine: Machine) -> None:
     assert linger == {
         "check": "linger",
         "level": "warn",
-        "text": "off: units of this user, and what they hold, end with the last login",
-        "fix": f"loginctl enable-linger {UID} (as root where that is denied)",
+        "text": "off: units of this user end with the last login, and their memory is freed",
+        "fix": f"loginctl enable-linger {UID} (as root if that is denied)",
     }
     machine.manifest.unlink()
     failed = CliRunner().invoke(main, ["doctor"])
     assert failed.exit_code == 1
     assert (
         f"fail  manifest: no model manifest at {machine.manifest} or /etc/weightcached/manifest.yaml: "
-        "'weightcachectl install' writes an example to edit; mend: weightcachectl install\n"
+        "'weightcachectl install' writes an example to edit; fix: weightcachectl install\n"
     ) in failed.stdout
 
 
@@ -291,7 +291,7 @@ def test_full_runtime_directory_is_found(machine: Machine) -> None:
     assert found[0] == Finding("runtime directory", "fail", text, fix)
 
 
-AGAIN = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
+AGAIN = "it cannot keep digests, so each start of an engine may read its checkpoint again"
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "others", "not ours"])
@@ -386,7 +386,7 @@ def test_missing_unit_fails(machine: Machine) -> None:
 def test_unit_of_an_environment_that_is_gone_fails(machine: Machine) -> None:
     (machine.bin / "weightcached").unlink()
     unit = machine.config / "systemd/user/weightcached@.service"
-    text = f"{unit} runs {machine.bin}/weightcached, which is no executable"
+    text = f"{unit} runs {machine.bin}/weightcached, which is not an executable"
     assert machine.findings("unit")[0] == Finding("unit", "fail", text, "weightcachectl install")
 
 
@@ -465,7 +465,7 @@ def test_gpus_are_compared_with_the_manifest_and_asked_for_persistence(machine: 
         Finding(
             "GPU",
             "fail",
-            f"{GPU} stands in the manifest and is not in this machine",
+            f"the manifest names {GPU}, which is not in this machine",
             "weightcachectl devices",
         ),
         Finding("GPU", "warn", "persistence mode is off", f"sudo nvidia-smi -i {other} -pm 1"),

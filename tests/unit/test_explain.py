@@ -149,7 +149,7 @@ def test_plans_of_layers_that_are_alike_are_one_row(serve: Callable[..., StubDae
         "",
     ]
     assert [" ".join(line.split()) for line in lines[3:]] == [
-        "PLAN MODULES MODULE HOOK OF VALUES WHY NOT THE ONE BEFORE",
+        "PLAN MODULES MODULE HOOK OF VALUES WHY NO EARLIER PLAN",
         "replay 2 model.layers.*.qkv_proj Online - rerun: not offered",
         "restore 2 model.layers.*.mlp.down_proj Marlin scale rerun: not offered; replay: "
         "model.layers.*.mlp.down_proj.kernel: is missing, loaded as None",

@@ -285,7 +285,7 @@ def test_commands_say_what_was_done_and_what_comes_next(
         "removed CONFIG/systemd/user/weightcached-exporter.service\n"
         "removed CONFIG/systemd/user/weightcached-engine@.service\n"
         "removed CONFIG/systemd/user/weightcached.target\n"
-        "kept CONFIG/weightcached/manifest.yaml, which is not as 'install' wrote it\n"
+        "kept CONFIG/weightcached/manifest.yaml, which was edited\n"
     )
     assert (no_manager / "log").read_text().splitlines() == [
         "--user daemon-reload",

@@ -379,7 +379,7 @@ def test_reload_that_takes_too_long_is_told_and_goes_on(runtime: Path) -> None:
         3,
         "",
         "cpu0 a/target: read weights\n"
-        "weightcachectl: cpu0: the reload was not over within 0.3 s and goes on: weightcachectl status\n",
+        "weightcachectl: cpu0: the reload is not over after 0.3 s and goes on: weightcachectl status\n",
     )
 
 

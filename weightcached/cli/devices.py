@@ -1,6 +1,4 @@
-"""`weightcachectl devices`: the GPUs of this machine, and the devices that the manifest or a socket
-names.
-"""
+"""`weightcachectl devices`: this machine's GPUs, and devices that the manifest or a socket names."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _HEAD = ("DEVICE", "NAME", "MEMORY", "SOCKET", "MODELS")
 
 
 class Device(NamedTuple):
-    """One device that can have a unit. `total_bytes` is 0 where it is not known."""
+    """One device that can have a unit. total_bytes: 0 if unknown."""
 
     device: str
     name: str
@@ -28,7 +26,7 @@ class Device(NamedTuple):
 
 
 def all_devices() -> tuple[list[Device], list[str]]:
-    """Every device there is or that is named somewhere, and what could not be found out."""
+    """Every device that exists or is named somewhere, and the problems found."""
     problems: list[str] = []
     gpus = {gpu.uuid: gpu for gpu in list_gpus()}
     sockets, manifest = _sockets(problems), _manifest(problems)

@@ -1,6 +1,6 @@
 """`weightcachectl doctor`: look at everything that a daemon and its engines need; change nothing.
 
-Each check gives findings: one line each, with the command that mends it. A check that cannot look
+Each check gives findings: one line each, with the command that fixes it. A check that cannot look
 says so instead of passing.
 """
 
@@ -44,10 +44,9 @@ KERNEL_MIN = (5, 3)
 # asks for more.
 OPEN_FILES_MIN = 2048
 CPUINFO = Path("/proc/cpuinfo")
-# What vLLM's CPU build asks of an x86 processor before it takes its library with 4-bit kernels.
+# On x86, vLLM's CPU build loads its library with 4-bit kernels only if the processor has these.
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-# Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU
-# is broken.
+# Imports nothing of vLLM, so it answers in a fraction of a second, also if the GPU is broken.
 _ASK_INTERPRETER = """
 import json, importlib.metadata as m
 def version(name):
@@ -62,7 +61,7 @@ Level = Literal["ok", "warn", "fail"]
 
 
 class Finding(NamedTuple):
-    """What one check saw. `fix` is a command, or words where there is none; empty for ok."""
+    """The result of one check. fix: a command, or words if there is none; empty for ok."""
 
     check: str
     level: Level
@@ -72,12 +71,12 @@ class Finding(NamedTuple):
 
 def as_line(finding: Finding) -> str:
     """One line of the report."""
-    fix = f"; mend: {finding.fix}" if finding.fix else ""
+    fix = f"; fix: {finding.fix}" if finding.fix else ""
     return f"{finding.level:<4}  {finding.check}: {finding.text}{fix}"
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order in which a daemon needs things."""
+    """All findings, in the order of a daemon's needs."""
     findings = [*_versions(), _open_files(), *_session(), *_manager(), *_units(), *_failed_units()]
     findings += _unreachable_units()
     findings += [*_runtime_directory(), _cache_directory()]
@@ -128,7 +127,7 @@ def _open_files() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < OPEN_FILES_MIN:
         text = f"at most {hard} for each process of this session, a large GPU and its engines need {OPEN_FILES_MIN}"
-        # Of the user's manager, which gives its units no more than it has.
+        # A drop-in for the user's manager, which gives its units no more than it has.
         drop_in = "/etc/systemd/system/user@.service.d/weightcached.conf"
         fix = f"printf '[Service]\\nLimitNOFILE=8192\\n' | sudo install -D /dev/stdin {drop_in}; log in again"
         return Finding("open files", "warn", text, fix)
@@ -145,11 +144,11 @@ def _session() -> Iterator[Finding]:
     if linger == "yes":
         yield Finding("linger", "ok", "units of this user run without a login")
     else:
-        text = "off: units of this user, and what they hold, end with the last login"
-        # Without polkit logind grants that to root alone. Without the number it is for whom the
-        # session belongs to.
+        text = "off: units of this user end with the last login, and their memory is freed"
+        # Without polkit only root may do that. Without the number it is for the owner of the
+        # session.
         yield Finding(
-            "linger", "warn", text, f"loginctl enable-linger {uid} (as root where that is denied)"
+            "linger", "warn", text, f"loginctl enable-linger {uid} (as root if that is denied)"
         )
     yield _xdg_runtime_dir(uid)
 
@@ -193,7 +192,7 @@ def _manager() -> Iterator[Finding]:
 
 
 def _unit_dirs() -> list[Path]:
-    """Where a user manager looks for units, the first that has one wins (systemd.unit(5))."""
+    """A user manager's unit directories; the first that has a unit wins (systemd.unit(5))."""
     data_home = Path(os.environ.get("XDG_DATA_HOME") or home() / ".local/share")
     machine = ["/etc/systemd/user", "/usr/local/lib/systemd/user", "/usr/lib/systemd/user"]
     return [unit_dir(), Path(machine[0]), data_home / "systemd/user", *map(Path, machine[1:])]
@@ -227,14 +226,14 @@ def _exec_start(path: Path) -> Finding:
             return Finding(
                 "unit",
                 "fail",
-                f"{path} runs {command}, which is no executable",
+                f"{path} runs {command}, which is not an executable",
                 "weightcachectl install",
             )
     return Finding("unit", "ok", str(path))
 
 
 def _unreachable_units() -> Iterator[Finding]:
-    """Units that serve where this session does not look, or have lost their socket."""
+    """Active units whose socket this session does not see."""
     for name, device in units_that_are("active"):
         with suppress(RuntimePathError):
             path = socket_path(device)
@@ -246,9 +245,7 @@ def _unreachable_units() -> Iterator[Finding]:
 
 
 def _failed_units() -> Iterator[Finding]:
-    """Units that the manager has given up: after too many failures, or after one that a restart
-    cannot mend.
-    """
+    """Units that the manager has given up, after too many failures or a wrong configuration."""
     for name, device in units_that_are("failed"):
         fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start {device}"
         yield Finding("unit", "fail", f"{name} has failed and is not started again", fix)
@@ -285,10 +282,10 @@ def _runtime_directory() -> Iterator[Finding]:
 
 
 def _cache_directory() -> Finding:
-    """Where the digests of checkpoints are kept; without it each is made again."""
+    """The cache of checkpoint digests; without it each digest is made again."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache", "weightcached")
     there = next(folder for folder in (directory, *directory.parents) if folder.exists())
-    again = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
+    again = "it cannot keep digests, so each start of an engine may read its checkpoint again"
     try:
         info = os.statvfs(there)
     except OSError as e:
@@ -319,7 +316,7 @@ def _sockets() -> Iterator[Finding]:
     try:
         paths = [socket_path(device) for device in devices_with_socket()]
     except RuntimePathError:
-        return  # said by _runtime_directory()
+        return  # _runtime_directory() reports it
     if not paths:
         yield Finding("socket", "ok", "no daemon has one")
     for path in paths:
@@ -355,7 +352,7 @@ def _socket(path: Path) -> Finding:
 
 
 def _interpreters(manifest: Manifest | None) -> Iterator[Finding]:
-    """The plug-in as the vLLM of each interpreter will find it."""
+    """The plug-in, as the vLLM of each interpreter finds it."""
     named = (
         [model.python or sys.executable for model in manifest.models]
         if manifest
@@ -402,9 +399,9 @@ def _edit() -> str:
 
 
 def _processor(manifest: Manifest | None) -> Iterator[Finding]:
-    """What vLLM's CPU build can run here, if a model is placed in host memory."""
+    """Whether vLLM's CPU build runs 4-bit weights here, if a model is placed in host memory."""
     placed = [device for model in manifest.models for device in model.devices] if manifest else []
-    # Other architectures than x86 list no such flags, and have one library.
+    # Architectures other than x86 list no such flags, and have one library.
     flags = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(encoding="utf-8"), re.MULTILINE)
     if flags is None or not any(is_host_device(device) for device in placed):
         return
@@ -423,7 +420,7 @@ def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
     present = [gpu.uuid for gpu in list_gpus()]
     for uuid in wanted:
         if uuid not in present:
-            text = f"{uuid} stands in the manifest and is not in this machine"
+            text = f"the manifest names {uuid}, which is not in this machine"
             yield Finding("GPU", "fail", text, "weightcachectl devices")
     for uuid in present:
         yield _persistence(uuid)

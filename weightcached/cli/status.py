@@ -1,6 +1,4 @@
-"""`weightcachectl status`: ask the daemons and show what they answer. Nothing here loads more than
-a socket needs.
-"""
+"""`weightcachectl status`: ask the daemons and show their answers. Imports little."""
 
 from __future__ import annotations
 
@@ -39,16 +37,14 @@ _T = TypeVar("_T")
 
 
 class Answers(NamedTuple):
-    """What was heard: one reply per daemon, and what went wrong with the others, by device."""
+    """The replies, one per daemon, and the errors of the others, by device."""
 
     replies: list[StatusReply]
     errors: dict[str, WeightcachedError]
 
 
 def connect(device: str) -> Connection:
-    """A connection to the daemon of `device`. Raises what Connection.connect() and socket_path()
-    do.
-    """
+    """A connection to a device's daemon. Raises as Connection.connect() and socket_path() do."""
     return Connection.connect(
         socket_path(device), timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=SOFTWARE
     )
@@ -60,9 +56,7 @@ def ask_device(device: str) -> StatusReply:
 
 
 def ask_all(devices: Sequence[str]) -> Answers:
-    """The state of several daemons, asked at the same time: one that hangs delays the others'
-    answers by no more.
-    """
+    """The states of several daemons, asked at the same time, so that one that hangs delays none."""
     answers: dict[str, StatusReply | WeightcachedError] = {}
 
     def ask(device: str) -> None:
@@ -89,7 +83,7 @@ def _call_or_error(call: Callable[[], _T]) -> _T | WeightcachedError:
 
 
 def no_daemon(directory: Path) -> WeightCacheUnavailableError:
-    """What to say where no device is named and none has a socket."""
+    """The error if no device is named and none has a socket."""
     return WeightCacheUnavailableError(
         f"no weightcached daemon has a socket in {directory}: weightcachectl start DEVICE"
     )
@@ -145,7 +139,7 @@ def _row(device: str, cache: CacheStatus, now: float) -> tuple[str, ...]:
         cache.state,
         generation,
         size,
-        # Those on an older generation have a row of their own.
+        # Engines on an older generation have a row of their own.
         _engines([e for e in cache.engines if e.generation in (0, cache.generation)]),
         _detail(cache, now),
     )
@@ -184,5 +178,5 @@ def _detail(cache: CacheStatus, now: float) -> str:
         if cache.source == "loaded"
         else cache.source
     )
-    # A ready generation stays in service while its successor loads, or after that failed.
+    # A ready generation is served while its successor loads, and if that fails.
     return ", ".join(part for part in (done, progress, error, cache.warning) if part)

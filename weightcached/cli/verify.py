@@ -14,7 +14,7 @@ SHOWN_NAMES = 5
 
 
 def ready_caches(replies: Sequence[StatusReply], wanted: str | None) -> list[tuple[str, str]]:
-    """(device, cache) of what there is to verify: what is `wanted`, in whatever state, or all that is ready."""
+    """(device, cache) to verify: the `wanted` ones in any state, or all that are ready."""
     if wanted is not None:
         return holders(replies, wanted)
     return [
@@ -26,7 +26,7 @@ def ready_caches(replies: Sequence[StatusReply], wanted: str | None) -> list[tup
 
 
 def verify(device: str, cache: str) -> tuple[bool, str]:
-    """Whether every digest is the recorded one, and a line that says so or names what differs."""
+    """Whether all digests are the recorded ones, and a line for the report."""
     try:
         result = verify_cache(device, cache)
     except WeightcachedError as e:

@@ -1,7 +1,6 @@
-"""`weightcachectl`: parse, call, print, exit. What the commands do is in the modules beside this
-one.
+"""`weightcachectl`: parse, call, print, exit. The modules beside this one do the work.
 
-`status` is asked often and by machines, so each command imports what it needs when it runs.
+Machines run `status` often, so each command imports its modules when it runs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from weightcached.system.units import Outcome
 
 WATCH_PERIOD_S = 1.0
-# What a daemon answers where it has none of the caches that were named.
+# A daemon's refusal if it has none of the named caches.
 UNKNOWN_CACHE = "unknown-cache"
 
 
@@ -62,7 +61,7 @@ _on_devices = click.option(
     metavar="DEVICE",
     multiple=True,
     callback=_check_devices,
-    help="Only there; repeatable.",
+    help="Only on this device; repeatable.",
 )
 
 
@@ -100,11 +99,11 @@ def _print_json(document: Any) -> None:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="weightcachectl", message="%(prog)s %(version)s")
 def main() -> None:
-    """See and steer the weightcached daemons of this user.
+    """Show and control the weightcached daemons of this user.
 
     DEVICE is GPU-<uuid>, MIG-<uuid> or cpuN.
 
-    Exit status: 0 done, 1 failed, 2 bad usage, 3 no daemon answered, 78 configuration to be mended.
+    Exit status: 0 done, 1 failed, 2 bad usage, 3 no daemon answered, 78 wrong configuration.
     """
 
 
@@ -116,8 +115,7 @@ def main() -> None:
 def status(devices: Sequence[str], as_json: bool, watch: bool) -> None:
     """Show the caches of all daemons.
 
-    With DEVICE, of these only.
-    Exit status: 0 shown, 3 no daemon answered.
+    Limit the output to the given devices. Exit status: 0 shown, 3 no daemon answered.
     """
     if not watch:
         _exit(_show_status(devices, as_json))
@@ -136,8 +134,9 @@ def _show_status(devices: Sequence[str], as_json: bool) -> int:
 
 
 def _ask(devices: Sequence[str], *, units: bool = True) -> Answers:
-    """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr,
-    with `units` also what systemd knows of those that have ended.
+    """Ask the named daemons, or all that have a socket. Errors go to stderr.
+
+    units: also systemd's last words of daemons that have ended.
     """
     from weightcached.cli import status
     from weightcached.system.paths import devices_with_socket
@@ -162,9 +161,7 @@ def _ask(devices: Sequence[str], *, units: bool = True) -> Answers:
 
 
 def _failed_units(devices: Sequence[str], silent: Collection[str]) -> dict[str, str]:
-    """A daemon that has ended tells nothing any more; systemd keeps what it said, and whether it is
-    started again.
-    """
+    """systemd keeps the last words of a daemon that has ended, and whether it starts it again."""
     from weightcached.cli.units import failures
 
     return {
@@ -210,19 +207,19 @@ def _watch_lines(answers: Answers) -> list[str]:
     "caches",
     metavar="NAME",
     multiple=True,
-    help="Only this cache, e.g. llama-8b/target, or all of a model's; repeatable.",
+    help="Only this cache, e.g. llama-8b/target, or all caches of a model; repeatable.",
 )
-@click.option("--force", is_flag=True, help="Load anew what has not changed, too.")
+@click.option("--force", is_flag=True, help="Also reload caches that have not changed.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0), default=3600, metavar="SECONDS", show_default=True,
-    help="Wait at most this long; the reload itself goes on.",
+    help="Wait at most this long. The reload itself goes on.",
 )  # fmt: skip
 def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s: float) -> None:
-    """Read the manifest again and follow it.
+    """Read the manifest again and apply it.
 
-    Loads what changed, failed or was released. Waits for the end and reports each cache. What is
-    being served stays until its successor is complete. Exit status: 0 all well, 1 a cache failed or
-    the manifest was refused, 3 no daemon answered.
+    Loads caches that changed, failed or were released. Waits for the end and reports each cache. A
+    cache is served until its successor is complete. Exit status: 0 done, 1 a cache failed or the
+    manifest was refused, 3 no daemon answered.
     """
     from weightcached.cli.reload import reload_all
     from weightcached.cli.status import no_daemon
@@ -240,8 +237,9 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
 
 
 def _report_reloads(ended: Mapping[str, Any], caches: Sequence[str]) -> int:
-    """Print how each device's reload ended. A device without the caches that were named has nothing
-    to do, as long as another has them.
+    """Print the result of each device's reload.
+
+    A device without the named caches has nothing to do, as long as another device has them.
     """
     lacking = [device for device, end in ended.items() if getattr(end, "code", "") == UNKNOWN_CACHE]
     if len(lacking) == len(ended):
@@ -255,7 +253,7 @@ def _report_reloads(ended: Mapping[str, Any], caches: Sequence[str]) -> int:
 
 
 def _report_misnamed(ends: Iterable[Any], caches: Sequence[str]) -> list[int]:
-    """Complain of each name that is no cache's and no model's on any device."""
+    """Complain of each name that is neither a cache nor a model on any device."""
     found = {outcome.cache for end in ends for outcome in getattr(end, "outcomes", ())}
     names = found | {cache.rpartition("/")[0] for cache in found}
     wrong = [cache for cache in caches if cache not in names]
@@ -265,9 +263,7 @@ def _report_misnamed(ends: Iterable[Any], caches: Sequence[str]) -> list[int]:
 
 
 def _report_reload(device: str, end: Any) -> int:
-    """Print how one device's reload ended; its exit status, where a lost daemon counts above a
-    failed cache.
-    """
+    """Print one device's result. Its exit status: a lost daemon outranks a failed cache."""
     from weightcached.cli.reload import outcome_text
 
     if isinstance(end, WeightcachedError):
@@ -292,7 +288,7 @@ def _display() -> ProgressDisplay:
 @click.argument("cache", metavar="CACHE")
 @_on_devices
 @click.option(
-    "--force", is_flag=True, help="Also while engines map it; their memory stays until they end."
+    "--force", is_flag=True, help="Also if engines map it. Their memory stays until they end."
 )
 def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     """Free CACHE on every device that has it.
@@ -323,7 +319,7 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
 def devices(as_json: bool) -> None:
     """List devices, with their models and daemons.
 
-    GPUs of this machine, and what else the manifest or a socket names.
+    The GPUs of this machine, and other devices that the manifest or a socket names.
     """
     from weightcached.cli import devices
 
@@ -342,13 +338,13 @@ def devices(as_json: bool) -> None:
     "--manifest",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="Another manifest than the one in force.",
+    help="Read this manifest instead of the one in force.",
 )
 def plan(as_json: bool, manifest: Path | None) -> None:
     """Show which rank of which model each device serves.
 
-    Read from the manifest, with about the size of each, before anything loads.
-    Exit status: 0 shown, 78 the manifest is wrong.
+    Read from the manifest, with approximate sizes, before anything loads. Exit status: 0 shown, 78
+    the manifest is wrong.
     """
     from weightcached.cli import plan
     from weightcached.config.manifest import load_manifest
@@ -369,7 +365,7 @@ def plan(as_json: bool, manifest: Path | None) -> None:
 def start(devices: Sequence[str]) -> None:
     """Start units and wait until they serve.
 
-    Exit status: 0 all serve, 1 a unit failed, or serves nothing of what it was to load.
+    Exit status: 0 all serve, 1 a unit failed, or serves none of its caches.
     """
     _run_job("start", devices)
 
@@ -380,8 +376,8 @@ def start(devices: Sequence[str]) -> None:
 def stop(devices: Sequence[str]) -> None:
     """Stop units, which frees their memory.
 
-    What engines map is freed as they end.
-    Exit status: 0 all stopped, 1 a unit ended otherwise.
+    Memory that an engine maps is freed when it ends. Exit status: 0 all stopped, 1 a unit ended
+    otherwise.
     """
     _run_job("stop", devices)
 
@@ -390,10 +386,10 @@ def stop(devices: Sequence[str]) -> None:
 @_socket_dir
 @_devices
 def restart(devices: Sequence[str]) -> None:
-    """Restart units; what is resident stays.
+    """Restart units; resident weights stay.
 
-    Nothing is loaded again that the manifest still wants.
-    Exit status: 0 all serve, 1 a unit failed, or serves nothing of what it was to load.
+    Loads nothing that is resident and still in the manifest. Exit status: 0 all serve, 1 a unit
+    failed, or serves none of its caches.
     """
     _run_job("restart", devices)
 
@@ -419,15 +415,13 @@ def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
 
 
 def _serves(device: str) -> bool:
-    """Say which caches of a daemon that has started failed. False where it serves none of those
-    that it was to load.
-    """
+    """Report failed caches of a daemon that has started. False if it serves none of its caches."""
     from weightcached.cli.status import ask_device
 
     try:
         caches = ask_device(device).caches
     except WeightcachedError:
-        # Where its socket is, this session does not look: doctor says so.
+        # This session does not see its socket: doctor says so.
         return True
     failed = [cache for cache in caches if cache.state == "failed"]
     for cache in failed:
@@ -440,8 +434,8 @@ def _serves(device: str) -> bool:
 def install() -> None:
     """Write unit files and an example manifest.
 
-    Files that were edited since are kept. Exit status: 0 written or there already, 1 something is
-    in the way.
+    Files that you have edited stay. Exit status: 0 written or there already, 1 something is in the
+    way.
     """
     from weightcached.cli.units import reload_manager
     from weightcached.system import units
@@ -461,12 +455,12 @@ def install() -> None:
 
 @main.command()
 def uninstall() -> None:
-    """Remove what 'install' wrote.
+    """Remove the files that 'install' wrote.
 
-    Files that somebody edited stay. Refused while a unit runs: without its file systemd would
-    forget it, and free what it holds.
+    Files that you have edited stay. Refused while a unit runs: without its file systemd would
+    forget it, and free its memory.
 
-    Exit status: 0 also where edited files are left; they are named. 1 a unit runs.
+    Exit status: 0 removed (edited files stay and are named), 1 a unit runs.
     """
     from weightcached.cli.units import reload_manager, running_units
     from weightcached.system import units
@@ -475,7 +469,7 @@ def uninstall() -> None:
     running = [name for name, path in running_units().items() if path in ours]
     if running:
         complain(
-            f"{', '.join(running)} {'runs' if len(running) == 1 else 'run'}, and would lose what is resident: "
+            f"{', '.join(running)} {'runs' if len(running) == 1 else 'run'}, and would lose resident weights: "
             f"systemctl --user disable --now {' '.join(running)}, then uninstall"
         )
         _exit(EXIT_FAILURE)
@@ -485,7 +479,7 @@ def uninstall() -> None:
 
 def _report_files(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        why = ", which is not as 'install' wrote it" if outcome.action == "kept" else ""
+        why = ", which was edited" if outcome.action == "kept" else ""
         click.echo(f"{outcome.action} {outcome.path}{why}")
 
 
@@ -495,8 +489,8 @@ def _report_files(outcomes: Sequence[Outcome]) -> None:
 def doctor(as_json: bool) -> None:
     """Check what daemons and engines need.
 
-    Each finding is one line, with the command that mends it.
-    Exit status: 0 nothing failed (warnings count as that), 1 something failed.
+    Each finding is one line, with the command that fixes it. Exit status: 0 nothing failed (there
+    may be warnings), 1 something failed.
     """
     from weightcached.cli import doctor
 
@@ -515,9 +509,9 @@ def doctor(as_json: bool) -> None:
 def verify(cache: str | None, devices: Sequence[str]) -> None:
     """Compare resident bytes with their digests.
 
-    The digests were made while loading.
-    CACHE is a model's name or MODEL/ROLE; all ready caches without it.
-    Exit status: 0 all equal, 1 something differs or could not be read, 3 no daemon answered.
+    The loader made the digests. CACHE is a model's name or MODEL/ROLE; without it, all ready caches
+    are compared. Exit status: 0 all equal, 1 something differs or could not be read, 3 no daemon
+    answered.
     """
     from weightcached.cli import verify
 
@@ -541,7 +535,10 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
 @_on_devices
 @_json
 @click.option(
-    "--all", "each", is_flag=True, help="Every module and every name, also where layers are alike."
+    "--all",
+    "each",
+    is_flag=True,
+    help="Show every module and every name, even if layers are alike.",
 )
 def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> None:
     """Show how CACHE is attached, or why it is not.
@@ -565,7 +562,7 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
 
 
 def _explain_failed_units(devices: Sequence[str]) -> int:
-    """A daemon none of whose models could be loaded has ended; systemd keeps what it said."""
+    """A daemon that could load no model has ended; systemd keeps its last words."""
     ended = _failed_units(devices, devices)
     for device, error in ended.items():
         click.echo(f"{device}: {error}")
@@ -574,7 +571,7 @@ def _explain_failed_units(devices: Sequence[str]) -> int:
 
 @main.group()
 def engine() -> None:
-    """See and steer engine services.
+    """Show and control engine services.
 
     NAME is an entry under engines: in the manifest.
     """
