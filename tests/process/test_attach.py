@@ -224,7 +224,7 @@ def test_copy_of_the_checkpoint_is_asked_for_digests_and_then_served(
     asked = key(copy)
     with daemon.client() as engine:
         first = engine.expect(Attach(key=with_checkpoint(asked, sample="")), NeedDigest)
-        assert (first.rung, first.files) == ("sample", [WEIGHTS])
+        assert first.rung == "sample"
         second = engine.expect(Attach(key=asked), NeedDigest)
         assert second.rung == "full"
         engine.attach(with_checkpoint(asked, full=full_digest(copy))).close()

@@ -291,7 +291,9 @@ def test_signal_stops_all_and_leaves_nothing(
     children = preload.children()
     assert preload.stop(number) == 0
     gone(children)
-    assert sorted(path.name for path in preload.runtime.iterdir()) == ["cpu0.lock", "cpu1.lock"]
+    # The files that say what is resident say now that nothing will come back.
+    left = sorted(path.name for path in preload.runtime.iterdir())
+    assert left == ["cpu0.lock", "cpu0.resident", "cpu1.lock", "cpu1.resident"]
 
 
 def test_signal_in_start_up_stops_all(launch: Launcher, checkpoint: Path, gate: Path) -> None:

@@ -166,8 +166,8 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_within_two_seconds(
     limits.hold("the change is seen", time.monotonic() - changed_at[0], 2)
     assert str(raised.value) == (
         f"weight file {model}/m.bin changed since it was recorded: mtime_ns was {record.files[0].mtime_ns}, "
-        f"is {(model / 'm.bin').stat().st_mtime_ns}; when nothing writes to the checkpoint any more: "
-        "weightcachectl reload"
+        f"is {(model / 'm.bin').stat().st_mtime_ns}; "
+        "wait until nothing writes to the checkpoint, then: weightcachectl reload"
     )
     assert entries(cache_home) == []
 

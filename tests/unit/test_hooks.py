@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -624,3 +626,16 @@ def test_marlin_is_replayed_with_the_fakes_of_its_operators(
     assert layer.qweight.shape == (16, 256)
     assert kernel.w_zp_name == "w_zp"
     assert all(t.is_meta for t in (layer.qweight, layer.scales, layer.w_zp))
+
+
+def test_a_module_imported_while_a_model_is_built_keeps_the_values_of_its_tables(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's nvfp4_emulation_utils, which the GPU's build imports."""
+    from vllm.model_executor.model_loader import utils
+
+    (tmp_path / "kernel_with_a_table.py").write_text("import torch\nTABLE = torch.tensor([0.5])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importing = lambda **_: importlib.import_module("kernel_with_a_table").TABLE  # noqa: E731
+    monkeypatch.setattr(utils, "initialize_model", importing)
+    assert build.build_on_meta(llama, llama.model_config).tolist() == [0.5]
