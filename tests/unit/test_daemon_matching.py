@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.checkpoints import key_of, with_checkpoint, write_checkpoint
 from tests.unit.test_fdstore import EXPECTED, Set
-from weightcached.checkpoint.identity import CheckpointIdentity
+from weightcached.checkpoint.identity import CheckpointIdentity, changed_files
 from weightcached.daemon import matching
 from weightcached.daemon.caches import Caches, Generation
 from weightcached.daemon.fdstore import adopt
@@ -55,7 +55,7 @@ def test_digest_made_while_the_files_are_looked_at_counts(
         matcher = Matcher(scene.caches, "cpu0", child)
         assert isinstance(await matcher.match(scene.asked), Loading)
         loop = asyncio.get_running_loop()
-        look = matching.changed_files
+        look = changed_files
 
         def look_until_the_digest_is_made(identity: CheckpointIdentity) -> list[str]:
             monkeypatch.setattr(matching, "changed_files", look)
