@@ -249,12 +249,24 @@ def test_an_entry_is_private_and_found_by_exactly_its_status(cache_home: Path) -
     assert modes == [0o600, 0o700, 0o700]
 
 
-def test_a_changed_file_replaces_its_own_entry(cache_home: Path) -> None:
+def test_an_entry_has_the_last_few_states_of_its_file(cache_home: Path) -> None:
+    # chmod and a new link leave the inode: what was loaded is compared with what is there now.
     cache = DigestCache.of_user()
-    cache.put(KEY, DIGEST)
-    cache.put((1, 2, 3, 4, 6), bytes(16))
-    assert (cache.get(KEY), cache.get((1, 2, 3, 4, 6))) == (None, bytes(16))
+    states = [(1, 2, 3, 4, ctime) for ctime in range(5)]
+    for number, state in enumerate(states):
+        cache.put(state, bytes([number] * 16))
+    cache.put(states[4], bytes([4] * 16))
+    assert [cache.get(state) for state in states] == [None, *(bytes([n] * 16) for n in range(1, 5))]
     assert len(entries(cache_home)) == 1
+
+
+def test_a_digest_that_was_made_outlives_its_file(model: Path) -> None:
+    record = write(model, m=b"content")
+    made = identity.full_digest(record)
+    (model / "m.bin").chmod(0o400)
+    assert identity.full_digest(record) == made
+    (model / "m.bin").unlink()
+    assert identity.full_digest(record) == made
 
 
 def test_no_damaged_entry_gives_a_digest(cache_home: Path) -> None:

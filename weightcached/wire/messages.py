@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from weightcached.checkpoint.identity import MAX_FILES
+from weightcached.checkpoint.identity import Name as FileName
 from weightcached.errors import ProtocolError
 from weightcached.index.key import WeightCacheKey
 
@@ -188,12 +190,14 @@ class Mismatch(Message, frozen=True):
 
 
 class NeedDigest(Message, frozen=True):
-    """The daemon cannot decide on the checkpoint yet: send the request again with the digest of
-    `rung` filled in.
+    """The daemon cannot decide on the checkpoint yet: send the request again with the record of
+    `files`, by their names in the engine's checkpoint and in this order, and their digest of `rung`.
+
+    Rung `files` asks for the record alone.
     """
 
-    rung: Literal["sample", "full"]
-    files: list[Name] = []
+    rung: Literal["files", "sample", "full"]
+    files: Annotated[list[FileName], Meta(max_length=2 * MAX_FILES)] = []
 
 
 class Absent(Message, frozen=True):
