@@ -20,13 +20,14 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 
 test: $(STAMP) lint unit engine  ## all that CI runs: style, types, every test
 
-lint: $(STAMP)  ## ruff and mypy --strict
+lint: $(STAMP)  ## ruff, mypy --strict, and the arrows between rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 unit: $(STAMP)  ## tests without an engine
-	$(BIN)/pytest -q tests/unit tests/process tests/systemd
+	$(BIN)/pytest -q tests/unit tests/process tests/systemd tests/everyday
 
 engine: $(STAMP)  ## end-to-end tests with a real vLLM engine on the CPU
 	$(BIN)/pytest -q tests/engine

@@ -15,6 +15,7 @@ from typing import Any
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.errors import OutOfDeviceMemoryError, WeightcachedError
 from weightcached.segments.api import open_backend
+from weightcached.vllm_compat.room import least_bytes
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Fallback, Status, StatusReply
 
@@ -109,19 +110,6 @@ def needed_bytes(vllm_config: Any, model_config: Any, load_format: str) -> int:
         load_format=load_format,
     )
     return least_bytes(sum(file.size for file in recorded.files), vllm_config, model_config)
-
-
-def least_bytes(checkpoint_bytes: int, vllm_config: Any, model_config: Any) -> int:
-    """A lower bound of what one rank holds: its share of the checkpoint, a quarter of it if
-    quantized online.
-
-    0 for a draft inside of its target's checkpoint, of which it is a small part.
-    """
-    target = vllm_config.model_config
-    if model_config is not target and model_config.model == target.model:
-        return 0
-    share = checkpoint_bytes // max(1, int(vllm_config.parallel_config.world_size))
-    return share // 4 if model_config.quantization else share
 
 
 def _size(nbytes: int) -> str:

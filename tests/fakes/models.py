@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Self
 
 import msgspec
@@ -26,6 +27,7 @@ from weightcached.index.tensors import (
 )
 from weightcached.model import pack, proof
 from weightcached.model.bind import Binder, Hooks, Storages, skeleton_of
+from weightcached.model.values import loaded_module
 from weightcached.segments.host import HostBackend, HostMapping
 from weightcached.system.fds import OwnedFd, close_all
 
@@ -39,6 +41,9 @@ class AfterBinding:
 
     def __init__(self, run: RunHooks) -> None:
         self._run = run
+
+    def module_of(self, name: str) -> ModuleType:
+        return loaded_module(name)
 
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
         pass

@@ -23,9 +23,10 @@ from bench.checkpoints import llama_config, write_checkpoint
 from tests.fakes.models import CPU, Packed
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName, TensorIndex
+from weightcached.model.plans import HookFailure, HooksFailedError
 from weightcached.vllm_compat import build as engine
 from weightcached.vllm_compat import hooks, replay
-from weightcached.vllm_compat.hooks import HookFailure, HooksFailedError, PostProcessing
+from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.wire.loader_job import LoaderJob
 
 REFUSED = "; this model cannot be attached, load it from disk"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from weightcached.errors import IndexFormatError
 from weightcached.model.values import NotAValue, decode_value, encode_value, from_wire, to_wire
+from weightcached.vllm_compat.hooks import PostProcessing
 
 TAGS = "$device, $dict, $dtype, $enum, $frozenset, $list, $set, $size, $tuple"
 
@@ -222,10 +223,14 @@ def test_module_of_vllm_is_imported_where_it_exists(
     package.__path__ = [str(tmp_path)]
     monkeypatch.setitem(sys.modules, "vllm", package)
     (tmp_path / "kinds.py").write_text("import enum\nclass Kind(enum.Enum):\n    ONE = 1\n")
-    assert repr(from_wire({"$enum": ["vllm.kinds", "Kind", "ONE"]})) == "<Kind.ONE: 1>"
+    module_of = PostProcessing(None, torch.device("cpu"), stage="processed").module_of
+    kind = {"$enum": ["vllm.kinds", "Kind", "ONE"]}
+    with pytest.raises(IndexFormatError, match=r"module vllm\.kinds is not imported"):
+        from_wire(kind)
+    assert repr(from_wire(kind, module_of)) == "<Kind.ONE: 1>"
     monkeypatch.delitem(sys.modules, "vllm.kinds")
     with pytest.raises(IndexFormatError) as e:
-        from_wire({"$enum": ["vllm.gone", "X", "Y"]})
+        from_wire({"$enum": ["vllm.gone", "X", "Y"]}, module_of)
     assert str(e.value) == "typed value $enum ['vllm.gone', 'X', 'Y']: No module named 'vllm.gone'"
 
 

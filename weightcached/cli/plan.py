@@ -17,7 +17,7 @@ from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.cli.status import bytes_text, columns
 from weightcached.config.manifest import ALL, Manifest, ModelSpec
 from weightcached.config.ranks import Layout, Placement, layout_of, place
-from weightcached.daemon.reconcile import roles
+from weightcached.config.wanted import roles
 from weightcached.errors import CheckpointError
 
 _HEAD = ("MODEL", "ROLE", "DEVICE", "RANK", "DP", "PP", "TP", "EP", "SIZE")

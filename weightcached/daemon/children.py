@@ -19,11 +19,11 @@ from typing import IO, Self
 import msgspec
 
 from weightcached.checkpoint.identity import CheckpointIdentity
-from weightcached.daemon import packets
 from weightcached.daemon.logs import printable
 from weightcached.errors import CheckpointError
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.system.paths import is_host_device
+from weightcached.system.waits import readable
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Child:
 
     async def _reap(self) -> int:
         with self._pidfd:
-            await packets.readable(self._pidfd.fileno())
+            await readable(self._pidfd.fileno())
         # Before the child is waited for: until then nobody else can get its number. What it started
         # would keep the pipes open, and device memory too.
         self._kill_session()
@@ -136,7 +136,7 @@ class Child:
             os.set_blocking(pipe.fileno(), False)
             rest = b""
             while True:
-                await packets.readable(pipe.fileno())
+                await readable(pipe.fileno())
                 try:
                     chunk = os.read(pipe.fileno(), _READ_BYTES)
                 except BlockingIOError:
@@ -225,10 +225,3 @@ def environment_of(program: str, device: str | None = None) -> dict[str, str]:
     if device is not None and not is_host_device(device):
         environment["CUDA_VISIBLE_DEVICES"] = device
     return environment
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

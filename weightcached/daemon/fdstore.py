@@ -27,11 +27,11 @@ from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
 from weightcached.system import gpus as devices
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.system.notify import LISTEN_FDS_START
 from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)
 
-LISTEN_FDS_START = 3
 # The manager answers in microseconds; when it is stopped or far behind we go on and say so.
 _BARRIER_TIMEOUT_S = 30.0
 _INDEX = "index"

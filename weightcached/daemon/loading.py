@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from weightcached.daemon import packets
-from weightcached.daemon.children import Child, signal_name
+from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError, LoadError, ProtocolError
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
 from weightcached.system.fds import OwnedFd, close_all, is_sealed, read_sealed
 from weightcached.system.paths import is_host_device
+from weightcached.system.process import signal_name
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet
 from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, Meeting, encode_job
 from weightcached.wire.messages import (

@@ -9,38 +9,13 @@ import errno
 import socket
 from collections.abc import Sequence
 
+from weightcached.system.waits import readable, writable
 from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, send_packet
 
 # How long a sender waits when too many descriptors of this user are in flight (unix(7),
 # ETOOMANYREFS).
 _IN_FLIGHT_RETRY_S = 0.05
 _CONNECT_RETRY_S = 0.001
-
-
-def _wake(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
-
-
-async def readable(fd: int) -> None:
-    """Return once `fd` can be read or has reached its end. One waiter per descriptor."""
-    loop = asyncio.get_running_loop()
-    turn: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(fd, _wake, turn)
-    try:
-        await turn
-    finally:
-        loop.remove_reader(fd)
-
-
-async def _writable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    turn: asyncio.Future[None] = loop.create_future()
-    loop.add_writer(fd, _wake, turn)
-    try:
-        await turn
-    finally:
-        loop.remove_writer(fd)
 
 
 async def recv(
@@ -67,7 +42,7 @@ async def send(
             try:
                 return send_packet(sock, data, fds)
             except BlockingIOError:
-                await _writable(sock.fileno())
+                await writable(sock.fileno())
             except OSError as e:
                 if e.errno != errno.ETOOMANYREFS:
                     raise

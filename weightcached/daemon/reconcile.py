@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weightcached.checkpoint.identity import changed_files
-from weightcached.config.drafts import has_cached_draft
-from weightcached.config.manifest import Manifest, ModelSpec, load_manifest
-from weightcached.config.ranks import Placement, layout_of
+from weightcached.config.manifest import ModelSpec, load_manifest
+from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.loading import (
@@ -44,15 +43,6 @@ log = logging.getLogger(__name__)
 
 _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
-
-
-class Wanted(NamedTuple):
-    """One cache that the manifest places on this device."""
-
-    name: str
-    role: Role
-    spec: ModelSpec
-    spec_digest: str
 
 
 class Plan(NamedTuple):
@@ -103,23 +93,6 @@ def loaders_ahead() -> int:
 
 class UnknownCacheError(Exception):
     """A reload names a cache that neither the manifest nor the daemon has."""
-
-
-def wanted_caches(manifest: Manifest, device: str) -> list[Wanted]:
-    """What the manifest places on `device`, in its order; a model with a draft model has two
-    caches.
-    """
-    return [
-        Wanted(f"{spec.name}/{role}", role, spec, spec.digest(device))
-        for spec in manifest.on(device)
-        for role in roles(spec, spec.placement_of(device))
-    ]
-
-
-def roles(spec: ModelSpec, placement: Placement) -> tuple[Role, ...]:
-    """The caches of one rank of a model. Only ranks of the last pipeline stage have the draft."""
-    last = placement.pp_rank == layout_of(spec.engine).pp_size - 1
-    return ("target", "draft") if last and has_cached_draft(spec.engine) else ("target",)
 
 
 def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:

@@ -24,6 +24,7 @@ from weightcached.daemon.fairness import BURIAL_UNITS, GREETING_UNITS, Queues, T
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
 from weightcached.errors import ProtocolError
+from weightcached.system.waits import readable
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -109,7 +110,7 @@ class Server:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 at_once = 0
-                await packets.readable(self._listener.fileno())
+                await readable(self._listener.fileno())
             except ConnectionAbortedError:
                 continue
             except OSError as e:
@@ -216,7 +217,7 @@ class Server:
 
     async def _converse(self, peer: Peer, session: Session, ticket: Ticket) -> None:
         talk = asyncio.create_task(session.run())
-        death = asyncio.create_task(packets.readable(peer.pidfd.fileno())) if peer.pidfd else None
+        death = asyncio.create_task(readable(peer.pidfd.fileno())) if peer.pidfd else None
         tasks = [talk, *([death] if death else [])]
         try:
             # Whichever is first: the peer's death shows in its pidfd even while others hold its

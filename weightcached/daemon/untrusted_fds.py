@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from weightcached.daemon.fairness import Ticket
-from weightcached.daemon.packets import readable
+from weightcached.system.waits import readable
 from weightcached.wire.framing import (
     MAX_PACKET_BYTES,
     Packet,

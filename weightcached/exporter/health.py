@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from weightcached import __version__
 from weightcached.config.manifest import ALL, Manifest, load_manifest
-from weightcached.daemon.reconcile import wanted_caches
+from weightcached.config.wanted import wanted_caches
 from weightcached.errors import ProtocolError, WeightcachedError
 from weightcached.system.paths import manifest_path, runtime_dir, socket_path
 from weightcached.wire.connection import Connection, error_of

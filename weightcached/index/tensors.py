@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from weightcached.errors import IndexFormatError
 from weightcached.index.key import WeightCacheKey
+from weightcached.segments.backend_name import BackendName
 from weightcached.segments.packing import ALIGN_BYTES
 
 FORMAT_VERSION = 1
@@ -111,7 +112,7 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     software: str
-    backend: Literal["host", "cuda"]
+    backend: BackendName
     driver: str
     boot_id: str
     device: str

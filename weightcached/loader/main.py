@@ -348,7 +348,7 @@ def _check_memory(
     """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who
     holds the memory.
     """
-    from weightcache_loader.fallback import least_bytes
+    from weightcached.vllm_compat.room import least_bytes
 
     needed = least_bytes(checkpoint_bytes, vllm_config, model_config)
     free, total = backend.free_bytes()

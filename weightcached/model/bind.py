@@ -11,6 +11,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 import msgspec
@@ -19,7 +20,7 @@ from torch import nn
 
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
 from weightcached.index.tensors import Kind, ModulePlan, TensorIndex, TensorRecord
-from weightcached.model.values import decode_value
+from weightcached.model.values import ModuleOf, decode_value
 from weightcached.model.walk import TensorSlot, tensors, type_name, walk
 from weightcached.segments.api import Mapping, PrivateCopy
 
@@ -38,7 +39,11 @@ class PathError(UnsupportedQuantForIPCError):
 
 
 class Hooks(Protocol):
-    """Post-processing, as hooks.PostProcessing runs it."""
+    """The engine's part in binding: post-processing, as hooks.PostProcessing of vllm_compat runs it,
+    and its modules.
+    """
+
+    def module_of(self, name: str) -> ModuleType: ...
 
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None: ...
 
@@ -190,16 +195,16 @@ class Binder:
             self._bind_all(may_be_absent=True)
             hooks.after_binding(self._model, plans, self._storages.shared())
         self._bind_all(may_be_absent=False)
-        self._set_values()
+        self._set_values(hooks.module_of)
         self._remove_leftovers()
         if self._index.stage == "loaded":
             hooks.after_binding(self._model, plans, ())
 
-    def _set_values(self) -> None:
+    def _set_values(self, module_of: ModuleOf) -> None:
         # Values first: a parameter that is None keeps its place in the module's registry that way.
         for plan in self._index.modules:
             for path, raw in plan.values.items():
-                self._set_value(path, raw)
+                self._set_value(path, raw, module_of)
 
     def _bind_all(self, *, may_be_absent: bool) -> None:
         for record in self._index.tensors:
@@ -257,14 +262,14 @@ class Binder:
             raise PathError(left[0], "still on the meta device after binding")
         return found
 
-    def _set_value(self, path: str, raw: msgspec.Raw) -> None:
+    def _set_value(self, path: str, raw: msgspec.Raw, module_of: ModuleOf) -> None:
         try:
             owner, leaf = resolve_owner(self._model, path)
         except NOT_THERE as e:
             raise PathError(path, f"nothing here to set the value on ({e})") from e
         if isinstance(owner, tuple):
             raise PathError(path, "a value inside a tuple cannot be replaced")
-        value = decode_value(raw)
+        value = decode_value(raw, module_of)
         if isinstance(owner, list | dict):
             owner[leaf] = value
             return

@@ -13,9 +13,24 @@ import msgspec
 
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName
-from weightcached.vllm_compat.hooks import HookFailure
 
+# Path of the module, import path of the class whose hook it is.
+HookKey = tuple[str, str]
 _NEXT: dict[PlanName, PlanName] = {"rerun": "replay", "replay": "restore"}
+
+
+class HookFailure(NamedTuple):
+    key: HookKey
+    text: str
+
+
+class HooksFailedError(UnsupportedQuantForIPCError):
+    """Hooks raised. `failures` are all of them; the text is that of the first."""
+
+    def __init__(self, failures: Sequence[HookFailure]) -> None:
+        (module, method), text = failures[0]
+        super().__init__(f"{module or '<root>'}: the hook of {method} failed: {text}")
+        self.failures = list(failures)
 
 
 class Difference(NamedTuple):

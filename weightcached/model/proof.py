@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,10 +24,10 @@ from weightcached.index.tensors import ModulePlan, TensorIndex
 from weightcached.model.bind import Binder, Hooks, PathError, Storages
 from weightcached.model.hashing import SegmentHasher
 from weightcached.model.pack import plain_storage
-from weightcached.model.plans import Difference, Plans
+from weightcached.model.plans import Difference, HooksFailedError, Plans
+from weightcached.model.values import loaded_module
 from weightcached.model.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.segments.api import Mapping
-from weightcached.vllm_compat.hooks import HooksFailedError
 
 
 class Snapshot(NamedTuple):
@@ -132,6 +133,9 @@ class _NoHooks:
     """On loaded weights an engine post-processes what it has bound, so the proof ends before
     that.
     """
+
+    def module_of(self, name: str) -> ModuleType:
+        return loaded_module(name)
 
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
         pass

@@ -9,10 +9,10 @@ caller's check allows the object.
 from __future__ import annotations
 
 import enum
-import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,6 +22,10 @@ from weightcached.errors import IndexFormatError
 _Scalar = (type(None), bool, int, float, str)
 # Containers inside containers; deeper is an accident or an attack.
 _MAX_DEPTH = 16
+
+
+# Finds the module that a recorded name is in. Raises ValueError, ImportError.
+ModuleOf = Callable[[str], ModuleType]
 
 
 class NotAValue(Exception):
@@ -73,15 +77,35 @@ def _container_to_wire(value: Any, depth: int) -> Any:
     raise NotAValue(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def from_wire(data: Any) -> Any:
-    """The value that to_wire() was given. Raises IndexFormatError for what is not on the list."""
-    return _from_wire(data, 0)
+def loaded_module(name: str) -> ModuleType:
+    """The module, if it is imported: importing would run code that the index chose, and whatever a
+    model uses has been imported by building it. Raises ValueError.
+    """
+    found = sys.modules.get(name)
+    if found is None:
+        raise ValueError(f"module {name} is not imported")
+    return found
 
 
-def _from_wire(data: Any, depth: int) -> Any:
+class _Place(NamedTuple):
+    """Where in a value the decoder is, and how it finds modules."""
+
+    depth: int
+    module_of: ModuleOf
+
+
+def from_wire(data: Any, module_of: ModuleOf = loaded_module) -> Any:
+    """The value that to_wire() was given. Raises IndexFormatError for what is not on the list.
+
+    module_of: finds the modules of enums; the engine's own hooks may import vLLM's.
+    """
+    return _from_wire(data, _Place(0, module_of))
+
+
+def _from_wire(data: Any, at: _Place) -> Any:
     if type(data) in _Scalar:
         return data
-    if depth > _MAX_DEPTH:
+    if at.depth > _MAX_DEPTH:
         raise IndexFormatError(f"typed value is nested deeper than {_MAX_DEPTH}")
     if not isinstance(data, dict) or len(data) != 1:
         raise IndexFormatError(f"typed value {data!r}: expected a scalar or a map of one tag")
@@ -92,7 +116,7 @@ def _from_wire(data: Any, depth: int) -> Any:
             f"typed value has the unknown tag {tag!r}: known are {', '.join(sorted(_DECODERS))}"
         )
     try:
-        return decode(body, depth + 1)
+        return decode(body, at._replace(depth=at.depth + 1))
     except (
         TypeError,
         ValueError,
@@ -105,12 +129,9 @@ def _from_wire(data: Any, depth: int) -> Any:
         raise IndexFormatError(f"typed value {tag} {body!r}: {e}") from e
 
 
-def _enum(body: Any, depth: int) -> enum.Enum:
+def _enum(body: Any, at: _Place) -> enum.Enum:
     module_name, qualname, member = body
-    # Importing would run code that the index chose; whatever a model uses has been imported by
-    # building it.
-    module = sys.modules.get(module_name) or importlib.import_module(_vllm_module(module_name))
-    cls: Any = module
+    cls: Any = at.module_of(module_name)
     for part in qualname.split("."):
         cls = getattr(cls, part)
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
@@ -118,29 +139,23 @@ def _enum(body: Any, depth: int) -> enum.Enum:
     return cls[member]
 
 
-def _vllm_module(name: str) -> str:
-    if not name.startswith("vllm."):
-        raise ValueError(f"module {name} is not imported")
-    return name
-
-
-def _dtype(body: Any, depth: int) -> torch.dtype:
+def _dtype(body: Any, at: _Place) -> torch.dtype:
     dtype = getattr(torch, body)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch.{body} is no dtype")
     return dtype
 
 
-_DECODERS: dict[str, Callable[[Any, int], Any]] = {
+_DECODERS: dict[str, Callable[[Any, _Place], Any]] = {
     "$enum": _enum,
     "$dtype": _dtype,
-    "$device": lambda body, depth: torch.device(body),
-    "$tuple": lambda body, depth: tuple(_from_wire(v, depth) for v in body),
-    "$size": lambda body, depth: torch.Size(_from_wire(v, depth) for v in body),
-    "$list": lambda body, depth: [_from_wire(v, depth) for v in body],
-    "$set": lambda body, depth: {_from_wire(v, depth) for v in body},
-    "$frozenset": lambda body, depth: frozenset(_from_wire(v, depth) for v in body),
-    "$dict": lambda body, depth: {_from_wire(k, depth): _from_wire(v, depth) for k, v in body},
+    "$device": lambda body, at: torch.device(body),
+    "$tuple": lambda body, at: tuple(_from_wire(v, at) for v in body),
+    "$size": lambda body, at: torch.Size(_from_wire(v, at) for v in body),
+    "$list": lambda body, at: [_from_wire(v, at) for v in body],
+    "$set": lambda body, at: {_from_wire(v, at) for v in body},
+    "$frozenset": lambda body, at: frozenset(_from_wire(v, at) for v in body),
+    "$dict": lambda body, at: {_from_wire(k, at): _from_wire(v, at) for k, v in body},
 }
 
 
@@ -149,10 +164,10 @@ def encode_value(value: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(to_wire(value)))
 
 
-def decode_value(raw: msgspec.Raw) -> Any:
-    """The value back. Raises IndexFormatError."""
+def decode_value(raw: msgspec.Raw, module_of: ModuleOf = loaded_module) -> Any:
+    """The value back, as from_wire() has it. Raises IndexFormatError."""
     try:
         data = msgspec.msgpack.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as e:
         raise IndexFormatError(f"typed value does not decode: {e}") from e
-    return from_wire(data)
+    return from_wire(data, module_of)

@@ -30,7 +30,6 @@ import msgspec
 
 from weightcached.config.manifest import OWN_LOAD_FORMATS
 from weightcached.config.ranks import layout_of, needs
-from weightcached.daemon.children import signal_name
 from weightcached.errors import (
     EXIT_CONFIG,
     EXIT_FAILURE,
@@ -43,6 +42,7 @@ from weightcached.preload.spawn import Process, spawn
 from weightcached.system.fds import OwnedFd
 from weightcached.system.gpus import list_gpus, visible_gpus
 from weightcached.system.paths import create_runtime_dir, runtime_dir, socket_path
+from weightcached.system.process import signal_name
 
 log = logging.getLogger(__name__)
 

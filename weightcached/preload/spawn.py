@@ -16,9 +16,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from weightcached.daemon import packets
-from weightcached.daemon.fdstore import LISTEN_FDS_START
 from weightcached.system.fds import OwnedFd
+from weightcached.system.notify import LISTEN_FDS_START
+from weightcached.system.waits import readable
 
 _PR_SET_PDEATHSIG = 1
 _NOT_STARTED = 127
@@ -37,7 +37,7 @@ class Process:
     async def wait(self) -> int:
         """The exit status, negative for a signal. For one waiter."""
         if self.status is None:
-            await packets.readable(self._pidfd.fileno())
+            await readable(self._pidfd.fileno())
             _, status = os.waitpid(self.pid, 0)
             self.status = os.waitstatus_to_exitcode(status)
             self._pidfd.close()

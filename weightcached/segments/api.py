@@ -7,15 +7,14 @@ or none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from weightcached.segments.backend_name import BackendName
 from weightcached.system.fds import OwnedFd
 from weightcached.system.paths import is_host_device
 
 if TYPE_CHECKING:
     import torch
-
-BackendName = Literal["host", "cuda"]
 
 
 class WritableSegment(Protocol):

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
-from weightcached.segments.api import BackendName
+from weightcached.segments.backend_name import BackendName
 from weightcached.segments.cuda_driver import (
     Allocation,
     CudaError,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
-from weightcached.segments.api import BackendName
+from weightcached.segments.backend_name import BackendName
 from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_sealed
 
 if TYPE_CHECKING:

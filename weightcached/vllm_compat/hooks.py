@@ -8,9 +8,10 @@ bound and restored by model/bind.py, whatever the plan.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import new_class
+from types import ModuleType, new_class
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from torch import nn
 
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName
+from weightcached.model.plans import HookFailure, HookKey, HooksFailedError
+from weightcached.model.values import loaded_module
 from weightcached.model.walk import type_name
 from weightcached.vllm_compat import replay
 
-HookKey = tuple[str, str]
 _HOOK = "process_weights_after_loading"
 _SUPPORTS = "supports_pre_processed_weights"
 
@@ -40,20 +42,6 @@ class Hook(NamedTuple):
     def key(self) -> HookKey:
         """What a ModulePlan names it by: path of the module, import path of the owner's class."""
         return self.module, type_name(type(self.owner))
-
-
-class HookFailure(NamedTuple):
-    key: HookKey
-    text: str
-
-
-class HooksFailedError(UnsupportedQuantForIPCError):
-    """Hooks raised. `failures` are all of them; the text is that of the first."""
-
-    def __init__(self, failures: Sequence[HookFailure]) -> None:
-        (module, method), text = failures[0]
-        super().__init__(f"{module or '<root>'}: the hook of {method} failed: {text}")
-        self.failures = list(failures)
 
 
 def hooks_of(model: nn.Module) -> list[Hook]:
@@ -96,6 +84,13 @@ class PostProcessing:
             )
             plans.append(ModulePlan(module=module, plan=plan, method=method, reason=reason))  # type: ignore[arg-type]
         return plans
+
+    def module_of(self, name: str) -> ModuleType:
+        """The module of an enum that the index names; one of vLLM's is imported if need be. Raises
+        ValueError, ImportError.
+        """
+        of_vllm = isinstance(name, str) and name.startswith("vllm.")
+        return importlib.import_module(name) if of_vllm else loaded_module(name)
 
     def before_binding(self, model: nn.Module, plans: Sequence[ModulePlan]) -> None:
         """Run the hooks to `replay`. Raises HooksFailedError."""

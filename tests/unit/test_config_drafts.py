@@ -10,7 +10,7 @@ import pytest
 
 from weightcached.config.drafts import draft_method, has_cached_draft
 from weightcached.config.manifest import ModelSpec
-from weightcached.daemon.reconcile import roles
+from weightcached.config.wanted import roles
 
 METHODS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     "none": (None, None),
