@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import msgspec
+
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex
@@ -33,7 +36,7 @@ QUEUED = "queued"
 class Generation:
     """One complete load: its descriptors, and as much of its index as the daemon needs.
 
-    Immutable but for `full_digest`, which is filled in when somebody first asks. The index itself
+    Immutable but for `full_digest`, which is filled in when a child has made it. The index itself
     stays in its memfd: that of a large model would be most of this process's memory.
     """
 
@@ -64,6 +67,11 @@ class Generation:
     @property
     def nbytes(self) -> int:
         return sum(self.segment_nbytes)
+
+    @property
+    def checkpoint(self) -> CheckpointIdentity:
+        """The record of what was loaded, with the full digest where it has been made since."""
+        return msgspec.structs.replace(self.key.checkpoint, full=self.full_digest)
 
     @property
     def fds(self) -> list[OwnedFd]:
