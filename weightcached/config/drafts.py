@@ -1,4 +1,5 @@
-"""Which draft models are cached, from a manifest's engine arguments alone; no vLLM.
+"""Which draft models are cached, and which checkpoint each role has, from a manifest's engine
+arguments alone; no vLLM.
 
 vLLM resolves the method when it makes its configuration. The daemon has to know before: it is
 resolved here by the same words, the draft's name and its config.json. A loader that finds another
@@ -32,6 +33,20 @@ def has_cached_draft(engine: Mapping[str, Any]) -> bool:
     # A load configuration of its own is followed by the engine, past the cache.
     own_load = isinstance(speculative, dict) and speculative.get("draft_load_config")
     return not own_load and draft_method(engine) in CACHED_METHODS
+
+
+def checkpoint_arguments(engine: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """The arguments of record_checkpoint() for a role of a model with these engine arguments."""
+    named: Mapping[str, Any] = engine
+    speculative = engine.get("speculative_config")
+    if role == "draft" and isinstance(speculative, dict) and speculative.get("model"):
+        named = speculative
+    return {
+        "model": str(named.get("model", "")),
+        "revision": named.get("revision"),
+        "download_dir": engine.get("download_dir"),
+        "load_format": str(engine.get("load_format", "auto")),
+    }
 
 
 def draft_method(engine: Mapping[str, Any]) -> str | None:

@@ -52,6 +52,7 @@ class Generation:
         self.role: Role = index.role
         self.number = index.generation
         self.key = index.key
+        self.inputs = index.inputs
         self.spec_digest = index.spec_digest
         self.segment_nbytes = [segment.nbytes for segment in index.segments]
         self.tensors = len(index.tensors)

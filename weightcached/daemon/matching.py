@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple
 
-import msgspec
-
 from weightcached.checkpoint.identity import (
     CheckpointIdentity,
     Different,

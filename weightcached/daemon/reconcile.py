@@ -12,11 +12,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from weightcached.checkpoint.identity import changed_files
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
@@ -32,6 +31,7 @@ from weightcached.daemon.loading import (
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
+from weightcached.daemon.staleness import Staleness
 from weightcached.errors import ManifestError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
@@ -113,8 +113,8 @@ def plan(
     force: bool,
     only: Collection[str],
 ) -> Plan:
-    """What to load, keep and drop. `stale` are caches whose checkpoint changed on disk; empty
-    `only` means all.
+    """What to load, keep and drop. `stale` are caches that a load would make anew; empty `only`
+    means all.
     """
     chosen = [want for want in wanted if not only or want.name in only]
     load: list[Wanted] = []
@@ -152,6 +152,7 @@ class Reconciler:
         boot_id: str,
         manifest: Path | None,
         ahead: int | None = None,
+        look: Callable[[], Staleness],
     ) -> None:
         self._caches = caches
         self._matcher = matcher
@@ -162,6 +163,7 @@ class Reconciler:
         self._boot_id = boot_id
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
+        self._look = look
         self._lock = asyncio.Lock()
         # What failed and may succeed if tried again without a change.
         self.transient_failures: set[str] = set()
@@ -178,7 +180,7 @@ class Reconciler:
             try:
                 wanted = await self._read_manifest()
                 self._check_names(only, wanted)
-                stale = await self._stale()
+                stale = await self._stale(wanted)
                 todo = plan(wanted, self._caches, stale=stale, force=force, only=only)
                 outcomes = [await self._drop(name) for name in todo.drop]
                 outcomes += [self._keep(want) for want in todo.unchanged]
@@ -187,7 +189,11 @@ class Reconciler:
             finally:
                 self.settled.set()
             self._caches.changed.fire()
-            return outcomes + await self._load_all(todo.load)
+            try:
+                return outcomes + await self._load_all(todo.load)
+            finally:
+                # Not beside a load, which reads the same disk.
+                self._matcher.make_digests()
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -213,20 +219,18 @@ class Reconciler:
                 f"{', '.join(sorted(known)) or 'none'}"
             )
 
-    async def _stale(self) -> set[str]:
-        """Caches whose checkpoint is no longer what was loaded."""
+    async def _stale(self, wanted: Sequence[Wanted]) -> set[str]:
+        """Caches that are served, and not what a load would make now."""
         stale = set()
-        for cache in self._caches:
-            if cache.generation is not None:
-                changed = await asyncio.to_thread(changed_files, cache.generation.key.checkpoint)
-                if changed:
-                    log.info(
-                        "checkpoint changed cache=%s files=%d first=%s",
-                        cache.name,
-                        len(changed),
-                        changed[0],
-                    )
-                    stale.add(cache.name)
+        look = self._look()
+        for want in wanted:
+            cache = self._caches.get(want.name)
+            generation = cache.generation if cache else None
+            if generation is None or generation.spec_digest != want.spec_digest:
+                continue
+            if reason := await look.reason(generation, want):
+                log.info("stale cache=%s reason=%s", want.name, printable(reason, 1000))
+                stale.add(want.name)
         return stale
 
     def _keep(self, want: Wanted) -> CacheOutcome:

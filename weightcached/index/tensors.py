@@ -25,7 +25,7 @@ from weightcached.index.key import WeightCacheKey
 from weightcached.segments.backend_name import BackendName
 from weightcached.segments.packing import ALIGN_BYTES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_INDEX_BYTES = 512 * 1024 * 1024
 _MAGIC = b"WCIX"
 _HEADER = struct.Struct("<4sH32s")
@@ -90,6 +90,15 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
 
 
+class LoadInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what the key was made from, what can be asked again without vLLM: the versions of the
+    interpreter's distributions, and the variables of the key's environment that were set.
+    """
+
+    versions: dict[str, str] = {}
+    environment: dict[str, str] = {}
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the load cost. `phases` maps phase to seconds; `peak_bytes` is device memory, 0 where
     not measured.
@@ -128,6 +137,7 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorRecord]
     modules: list[ModulePlan] = []
     leftovers: list[str] | None = None
+    inputs: LoadInputs = LoadInputs()
     load: LoadReport
 
     @property
