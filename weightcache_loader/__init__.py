@@ -18,7 +18,9 @@ def register() -> None:
     from vllm.model_executor import model_loader
 
     from weightcache_loader.ipc_loader import IpcModelLoader
+    from weightcached.vllm_compat import parked_start
 
+    parked_start.install()
     loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
     for name in LOAD_FORMATS:
         present = loaders.get(name)

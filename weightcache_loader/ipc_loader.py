@@ -35,7 +35,7 @@ from weightcached.model import bind as binding
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.paths import socket_path
 from weightcached.vllm_compat import build as engine
-from weightcached.vllm_compat import drafts
+from weightcached.vllm_compat import drafts, parked_start
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.key import build_key
 
@@ -83,6 +83,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has
         of its own.
         """
+        if parked_start.starts_parked(vllm_config):
+            parked_start.check(vllm_config)
+            parked_start.do_not_check_free_memory()
         total = self._external_bytes(vllm_config, vllm_config.model_config)
         if drafts.loads_here(vllm_config):
             config = drafts.draft_config(vllm_config)

@@ -18,7 +18,8 @@ class LoaderOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     mode: map the cache, or copy it and let the daemon free it. fallback: load from disk, by
     fallback_load_format with fallback_extra_config, when the cache cannot be used; without it the
-    reason is raised.
+    reason is raised. start_parked: the engine is asleep when it is ready, and its first wake takes
+    the memory for its KV cache.
     """
 
     socket_path: str | None = None
@@ -30,6 +31,7 @@ class LoaderOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fallback_load_format: str = "auto"
     fallback_extra_config: dict[str, Any] = {}
     identity: Literal["full", "sampled"] = "full"
+    start_parked: bool = False
     # Set by vLLM itself for the loader of a speculative draft.
     is_draft: bool = False
 

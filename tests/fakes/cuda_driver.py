@@ -464,16 +464,17 @@ class FakeDriver:
 
     @_call(context=True, values=0)
     def cuMemUnmap(self, address: Any, nbytes: int) -> None:
-        mapping = self._mappings.get(int(address))
-        _require(mapping is not None and mapping.nbytes == nbytes)
-        assert mapping is not None
-        in_use = any(
-            start < mapping.end and mapping.address < start + n for start, n in self._running
-        )
+        start = int(address)
+        inside = self._overlapping(start, nbytes)
+        # Several at once, but none of them in part.
+        _require(bool(inside) and inside[0].address == start)
+        _require(sum(mapping.nbytes for mapping in inside) == nbytes)
+        in_use = any(at < start + nbytes and start < at + n for at, n in self._running)
         # The real one takes the memory from under the kernel, which then faults.
         _require(not in_use, CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
-        os.close(mapping.fd)
-        del self._mappings[mapping.address]
+        for mapping in inside:
+            os.close(mapping.fd)
+            del self._mappings[mapping.address]
 
     @_call(context=True, values=0)
     def cuMemSetAccess(
@@ -502,6 +503,13 @@ class FakeDriver:
             # stays whole.
             raise _Error(CUresult.CUDA_ERROR_INVALID_VALUE) from e
         ctypes.memmove(target, data, nbytes)
+
+    @_call(context=True, values=0)
+    def cuMemsetD8(self, target: Any, value: int, nbytes: int) -> None:
+        try:
+            self.write(int(target), bytes([value]) * nbytes)
+        except IllegalAddress as e:
+            raise _Error(CUresult.CUDA_ERROR_INVALID_VALUE) from e
 
     # ---- inside
 

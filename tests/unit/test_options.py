@@ -13,7 +13,7 @@ from weightcache_loader.options import LoaderOptions, parse_options
 
 KNOWN = (
     "socket_path, socket_dir, mode, fallback, connect_timeout_s, state_timeout_s, fallback_load_format, "
-    "fallback_extra_config, identity"
+    "fallback_extra_config, identity, start_parked"
 )
 WHERE = "model_loader_extra_config of load format ipc_cache"
 
@@ -41,6 +41,7 @@ def test_every_option_is_accepted() -> None:
         "fallback_load_format": "safetensors",
         "fallback_extra_config": {"enable_multithread_load": True},
         "identity": "sampled",
+        "start_parked": True,
         "is_draft": True,
     }
     options = parse_options(given, "ipc_cache")

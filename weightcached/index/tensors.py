@@ -146,6 +146,33 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
         return sum(segment.nbytes for segment in self.segments)
 
 
+def layout_difference(ours: TensorIndex, other: TensorIndex) -> str:
+    """What keeps another generation from taking the place of ours at the same addresses; "" for
+    nothing.
+
+    All but the bytes of the weights must be equal: an engine has addresses, shapes and values baked
+    into its compiled code and its CUDA graphs.
+    """
+    if ours.skeleton != other.skeleton:
+        return "its layers differ in a name, shape, dtype or kernel class"
+    if ours.stage != other.stage or ours.role != other.role:
+        return f"it is {other.stage} {other.role}, not {ours.stage} {ours.role}"
+    if _packing(ours) != _packing(other):
+        return "its tensors are packed otherwise"
+    if _plans(ours) != _plans(other) or ours.leftovers != other.leftovers:
+        return "post-processing left other values"
+    return ""
+
+
+def _packing(index: TensorIndex) -> bytes:
+    storages = [(s.segment, s.offset_bytes, s.nbytes) for s in index.storages]
+    return _encoder.encode([index.segments, storages, index.tensors])
+
+
+def _plans(index: TensorIndex) -> bytes:
+    return _encoder.encode([(m.module, m.plan, m.method, m.values) for m in index.modules])
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(TensorIndex)
 

@@ -96,6 +96,15 @@ class Storages:
             if not host and not self._index.segments[records[number].segment].private
         )
 
+    def refresh(self) -> None:
+        """Copy anew what this process has copies of, after other bytes came under the mapping."""
+        for segment, copy in self._private.items():
+            nbytes = self._index.segments[segment].nbytes
+            copy.view(0, nbytes).copy_(self._mapping.view(segment, 0, nbytes))
+        for (number, host), storage in self._made.items():
+            if host:
+                torch.empty(0, dtype=torch.uint8).set_(storage).copy_(self._view(number))
+
     def _view(self, number: int) -> torch.Tensor:
         record = self._index.storages[number]
         if self._index.segments[record.segment].private:

@@ -183,17 +183,45 @@ class CudaMapping:
             self.view(segment, 0, self._sizes[segment]).clone(), self._gpu.ordinal, self._as_tensor
         )
 
+    def unmap(self) -> None:
+        """Take the memory from under all tensors, which keep their addresses; until map_again()
+        nothing may touch them. Raises SegmentError; nothing has changed then.
+        """
+        self._open().unmap()
+
+    def map_again(self, fds: Sequence[OwnedFd]) -> None:
+        """Adopt the descriptors (closing each) and put their segments, of the same sizes, where
+        this mapping's are or were.
+
+        Raises SegmentError. What was mapped stays if a descriptor cannot be adopted; after any
+        other error nothing is mapped.
+        """
+        failing = f"cannot map {len(self._sizes)} segments on {self._gpu.device} again"
+        mapped = self._open()
+        with ExitStack() as descriptors:
+            descriptors.callback(close_all, fds)
+            if len(fds) != len(self._sizes):
+                raise SegmentError(f"{failing}: {len(fds)} descriptors came with them")
+            with self._gpu.context.current(), ExitStack() as handles:
+                pieces = _adopt(self._gpu, fds, self._sizes, handles, failing)
+                mapped.unmap()
+                self._gpu.map_again(mapped, pieces, failing=failing)
+
     def close(self) -> None:
         """Drop this reference; unmaps now, or when the last tensor over the range goes. May be
         called twice.
         """
         self._mapped = None
 
-    def _at(self, segment: int, offset_bytes: int, nbytes: int) -> tuple[MappedRange, int]:
+    def _open(self) -> MappedRange:
         if self._mapped is None:
             raise SegmentError(
                 f"a mapping of {self.nbytes} bytes is closed: take its tensors before close()"
             )
+        return self._mapped
+
+    def _at(self, segment: int, offset_bytes: int, nbytes: int) -> tuple[MappedRange, int]:
+        mapped = self._open()
         if not 0 <= segment < len(self._sizes):
             raise SegmentError(
                 f"segment {segment} is not one of the {len(self._sizes)} that are mapped"
@@ -202,7 +230,7 @@ class CudaMapping:
             raise SegmentError(
                 f"{nbytes} bytes at {offset_bytes} reach outside segment {segment} of {self._sizes[segment]} bytes"
             )
-        return self._mapped, self._mapped.address + self._offsets[segment] + offset_bytes
+        return mapped, mapped.address + self._offsets[segment] + offset_bytes
 
 
 class CudaCopy:
@@ -301,22 +329,12 @@ class CudaBackend:
             for segment, size in enumerate(nbytes):
                 self._check_size(size, f"{failing}: segment {segment}")
             with self._gpu.context.current(), ExitStack() as handles, ExitStack() as resources:
-                pieces = self._adopt(fds, nbytes, handles, failing)
+                pieces = _adopt(self._gpu, fds, nbytes, handles, failing)
                 mapped = self._gpu.map_range(
                     pieces, writable=False, resources=resources, failing=failing
                 )
                 # Leaving the block releases the handles: what is mapped holds the memory by itself.
         return CudaMapping(self._gpu, mapped, nbytes, self._as_tensor)
-
-    def _adopt(
-        self, fds: Sequence[OwnedFd], nbytes: Sequence[int], handles: ExitStack, failing: str
-    ) -> list[tuple[Allocation, int]]:
-        pieces: list[tuple[Allocation, int]] = []
-        for segment, (fd, size) in enumerate(zip(fds, nbytes, strict=True)):
-            allocation = self._gpu.adopt(fd, f"{failing}: descriptor of segment {segment}")
-            handles.callback(allocation.close)
-            pieces.append((allocation, size))
-        return pieces
 
     def _check_size(self, nbytes: int, failing: str) -> None:
         unit = self._gpu.granularity
@@ -336,6 +354,17 @@ class CudaBackend:
             f"{rest} by descriptors, contexts and other containers: stop a process ('nvidia-smi' lists them), or free "
             "a cache with 'weightcachectl drop'"
         )
+
+
+def _adopt(
+    gpu: Gpu, fds: Sequence[OwnedFd], nbytes: Sequence[int], handles: ExitStack, failing: str
+) -> list[tuple[Allocation, int]]:
+    pieces: list[tuple[Allocation, int]] = []
+    for segment, (fd, size) in enumerate(zip(fds, nbytes, strict=True)):
+        allocation = gpu.adopt(fd, f"{failing}: descriptor of segment {segment}")
+        handles.callback(allocation.close)
+        pieces.append((allocation, size))
+    return pieces
 
 
 def _gib(nbytes: int) -> str:

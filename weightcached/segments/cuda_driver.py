@@ -7,6 +7,7 @@ life, in order:
     publish  cuCtxSynchronize, cuMemExportToShareableHandle, cuMemUnmap, cuMemAddressFree, cuMemRelease
     map      cuMemImportFromShareableHandle each, cuMemAddressReserve, cuMemMap each, cuMemSetAccess (read),
              cuMemRelease each
+    unmap    cuCtxSynchronize, cuMemUnmap each; map again: as map, without a new range
     close    cuCtxSynchronize, cuMemUnmap each, cuMemAddressFree
 
 An argument that the driver refuses is the result of that one call and leaves no error behind: torch
@@ -239,13 +240,30 @@ class MappedRange:
     """
 
     def __init__(
-        self, context: PrimaryContext, address: int, nbytes: int, resources: ExitStack
+        self,
+        context: PrimaryContext,
+        address: int,
+        nbytes: int,
+        resources: ExitStack,
+        placed: ExitStack,
     ) -> None:
         self._context = context
         self._resources: ExitStack | None = resources
+        # What is mapped, which `resources` gives back as well.
+        self.placed = placed
         self.address = address
         self.nbytes = nbytes
         context.ranges.add(address)
+
+    def unmap(self) -> None:
+        """Wait for the kernels that may use the memory, then unmap it and keep the addresses.
+
+        Until Gpu.map_again() a kernel that touches them breaks the context. Raises CudaError;
+        nothing has changed then.
+        """
+        with self._context.current():
+            self._context.synchronize(f"{self.nbytes} bytes at {self.address:#x} stay mapped")
+            self.placed.close()
 
     def close(self) -> None:
         """Wait for the kernels that may use the memory, then unmap it. May be called twice; never
@@ -313,6 +331,28 @@ class Gpu:
             free, total = self._driver.call("cuMemGetInfo", failing=failing)
         return free, total
 
+    def reserve(self, nbytes: int, failing: str) -> Reservation:
+        """A range of addresses with nothing mapped. The context is current."""
+        return Reservation(self._driver, nbytes, failing)
+
+    def place(self, address: int, nbytes: int, allocation: Allocation, failing: str) -> None:
+        """Map an allocation, or its first `nbytes`, at an address. The context is current."""
+        self._driver.call("cuMemMap", address, nbytes, 0, allocation.handle, 0, failing=failing)
+
+    def open(self, address: int, nbytes: int, failing: str) -> None:
+        """Let kernels read and write what is mapped there. The context is current."""
+        self._open(address, nbytes, True, failing)
+
+    def take_away(self, address: int, nbytes: int, failing: str) -> None:
+        """Unmap all that is mapped in the range, none of it in part. The context is current."""
+        self._driver.call("cuMemUnmap", address, nbytes, failing=failing)
+
+    def zero(self, address: int, nbytes: int, failing: str) -> None:
+        """Fill memory with zeros; later work of the default stream sees them. The context is
+        current.
+        """
+        self._driver.call("cuMemsetD8", address, 0, nbytes, failing=failing)
+
     def read(self, address: int, nbytes: int, failing: str) -> memoryview:
         """A copy of device memory in host memory. Raises CudaError."""
         held = bytearray(nbytes)
@@ -356,19 +396,38 @@ class Gpu:
         total = sum(nbytes for _, nbytes in pieces)
         reservation = Reservation(self._driver, total, failing)
         resources.callback(reservation.close)
-        address = reservation.address
-        for segment, (allocation, nbytes) in enumerate(pieces):
-            placed = Placed(
-                self._driver,
-                address,
-                nbytes,
-                allocation,
-                f"{failing}: segment {segment}, {nbytes} bytes",
-            )
-            resources.callback(placed.close)
-            address += nbytes
+        placed = ExitStack()
+        resources.callback(placed.close)
+        self._place(pieces, reservation.address, placed, failing)
         self._open(reservation.address, total, writable, failing)
-        return MappedRange(self.context, reservation.address, total, resources.pop_all())
+        return MappedRange(self.context, reservation.address, total, resources.pop_all(), placed)
+
+    def map_again(
+        self, mapped: MappedRange, pieces: Sequence[tuple[Allocation, int]], *, failing: str
+    ) -> None:
+        """Map the pieces, of the sizes that were there, into a range that was unmapped, read-only.
+        The context is current.
+
+        Raises CudaError; nothing is mapped then.
+        """
+        try:
+            self._place(pieces, mapped.address, mapped.placed, failing)
+            self._open(mapped.address, mapped.nbytes, False, failing)
+        except CudaError:
+            mapped.placed.close()
+            raise
+
+    def _place(
+        self,
+        pieces: Sequence[tuple[Allocation, int]],
+        address: int,
+        placed: ExitStack,
+        failing: str,
+    ) -> None:
+        for segment, (allocation, nbytes) in enumerate(pieces):
+            what = f"{failing}: segment {segment}, {nbytes} bytes"
+            placed.callback(Placed(self._driver, address, nbytes, allocation, what).close)
+            address += nbytes
 
     def _open(self, address: int, nbytes: int, writable: bool, failing: str) -> None:
         flags = self._driver.api.CUmemAccess_flags

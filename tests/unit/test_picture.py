@@ -1,0 +1,64 @@
+"""The README's picture: drawn from a recording, of text alone, without anything from the network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+from bench.picture import ROOT, final_lines, svg
+
+RECORDING = "ready\n\x1b[32mattach\x1b[0m  0.174 s\n"
+
+
+def texts(picture: str) -> list[str]:
+    """The words of each line, in order."""
+    root = ElementTree.fromstring(picture)
+    lines: dict[str, str] = {}
+    for element in root.iter("{http://www.w3.org/2000/svg}text"):
+        if "terminal-title" not in element.attrib["class"]:
+            lines[element.attrib["y"]] = lines.get(element.attrib["y"], "") + (element.text or "")
+    return [line.replace("\xa0", " ").strip() for line in lines.values()]
+
+
+def test_picture_shows_the_recording_line_by_line() -> None:
+    assert texts(svg(RECORDING, 60, "make demo")) == ["$ make demo", "ready", "attach  0.174 s"]
+
+
+def test_picture_needs_nothing_from_the_network() -> None:
+    for picture in (svg(RECORDING, 60, "t"), (ROOT / "docs/demo.svg").read_text(encoding="utf-8")):
+        addresses = re.findall(r"https?://[^\"' )]*", picture)
+        assert set(addresses) == {"http://www.w3.org/2000/svg"}
+        assert "@import" not in picture
+        assert "@font-face" not in picture
+
+
+def test_picture_of_the_readme_is_of_its_recording() -> None:
+    recording = (ROOT / "docs/demo.txt").read_text(encoding="utf-8")
+    shown = texts((ROOT / "docs/demo.svg").read_text(encoding="utf-8"))[1:]
+    assert shown == [line.strip() for line in recording.splitlines()]
+
+
+def test_line_that_redraws_itself_is_kept_as_it_was_left() -> None:
+    assert final_lines("a\r\n1 of 3\r\x1b[K3 of 3\r\nend\r\n") == "a\n3 of 3\nend\n"
+
+
+def test_command_that_fails_draws_nothing_and_gives_its_status(tmp_path: Path) -> None:
+    out = tmp_path / "p.svg"
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench/picture.py", "--out", out, "--", "sh", "-c", "echo no; exit 3"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, "no\n")
+    assert not out.exists()
+
+
+def test_command_runs_on_a_terminal_of_the_given_width(tmp_path: Path) -> None:
+    out = tmp_path / "p.svg"
+    subprocess.run(
+        [sys.executable, ROOT / "bench/picture.py", "--out", out, "--columns", "71", "--", "stty", "size"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert out.with_suffix(".txt").read_text() == "50 71\n"

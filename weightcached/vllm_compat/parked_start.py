@@ -1,0 +1,117 @@
+"""Engines that start parked: asleep from their first moment on, without the memory for a KV cache.
+
+vLLM starts an engine awake and lets its owner send it to sleep. Beside an engine that serves there
+is no memory for that, and a request that came in between would be computed over scratch memory. So
+the engine core sleeps before it takes its first request, and what vLLM would refuse for want of
+free memory at the start is checked at the first wake instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+from typing import Any
+
+log = logging.getLogger("vllm.weightcached")
+
+BACKEND = "weightcached"
+LOAD_FORMATS = ("ipc_cache", "weightcached")
+
+
+def starts_parked(vllm_config: Any) -> bool:
+    """Whether this engine was asked to start parked: `start_parked` in its model_loader_extra_config."""
+    load = vllm_config.load_config
+    extra = load.model_loader_extra_config
+    if load.load_format not in LOAD_FORMATS or not isinstance(extra, dict):
+        return False
+    return str(extra.get("start_parked", False)).lower() in ("true", "1")
+
+
+def check(vllm_config: Any) -> None:
+    """Raises ValueError where an engine that shall start parked could not sleep that way."""
+    from vllm.platforms import current_platform
+
+    if not starts_parked(vllm_config) or current_platform.is_cpu():
+        return
+    model = vllm_config.model_config
+    backend = getattr(model, "sleep_mode_backend", None)
+    if not getattr(model, "enable_sleep_mode", False) or backend != BACKEND:
+        raise ValueError(
+            "start_parked needs enable_sleep_mode and sleep_mode_backend 'weightcached', "
+            f"sleep_mode_backend is {backend!r}: add --enable-sleep-mode --sleep-mode-backend weightcached"
+        )
+
+
+def install() -> None:
+    """Patch vLLM in this process, as far as it has imported what is patched. Again and again is
+    fine.
+    """
+    core = sys.modules.get("vllm.v1.engine.core")
+    if core is not None and hasattr(core, "EngineCoreProc"):
+        _once(core.EngineCore, "__init__", _sleeping_init)
+        for name in ("EngineCoreProc", "DPEngineCoreProc"):
+            # Not at the end of __init__: this process's plug-ins are loaded inside of that.
+            _once(getattr(core, name, None), "run_busy_loop", _sleeping_loop)
+
+
+def _once(owner: Any, name: str, wrap: Any) -> None:
+    """Wrap a function of the class itself, not one that it inherits, unless that is done."""
+    original = vars(owner).get(name) if owner is not None else None
+    if original is None or hasattr(original, "_weightcached"):
+        return
+    wrapped: Any = functools.wraps(original)(wrap(original))
+    wrapped._weightcached = original
+    setattr(owner, name, wrapped)
+
+
+def _sleeping_init(original: Any) -> Any:
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        # An engine core within its client's process; others are not complete yet.
+        if type(self).__name__ == "EngineCore":
+            _fall_asleep(self)
+
+    return __init__
+
+
+def _sleeping_loop(original: Any) -> Any:
+    def run_busy_loop(self: Any) -> Any:
+        _fall_asleep(self)
+        return original(self)
+
+    return run_busy_loop
+
+
+def _fall_asleep(core: Any) -> None:
+    if not starts_parked(core.vllm_config):
+        return
+    core.sleep(level=1)
+    log.info("started parked: requests wait until the engine is woken")
+
+
+def do_not_check_free_memory() -> None:
+    """Let the next request_memory() of this worker, the only one of its start, take the budget
+    without a look at the free memory, which another engine has now.
+    """
+    worker: Any = sys.modules["vllm.v1.worker.gpu_worker"]
+    original = worker.request_memory
+
+    def request_memory(*arguments: Any, **named: Any) -> int:
+        worker.request_memory = original
+        return _budget(*arguments, **named)
+
+    worker.request_memory = request_memory
+
+
+def _budget(snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> int:
+    # As vLLM counts it.
+    total: int = math.ceil(snapshot.total_memory * cache_config.gpu_memory_utilization)
+    budget: int = total - external_weight_memory
+    if budget <= 0:
+        raise ValueError(
+            f"gpu_memory_utilization {cache_config.gpu_memory_utilization} gives {total} bytes, weights outside of "
+            f"this process take {external_weight_memory}: raise it"
+        )
+    return budget
