@@ -52,6 +52,13 @@ class CheckpointError(WeightcachedError):
     exit_status = EXIT_CONFIG
 
 
+class CheckpointMissingError(CheckpointError):
+    """The checkpoint is not there. A mount may be late: tried again, it may be."""
+
+    code = "checkpoint-missing"
+    exit_status = EXIT_FAILURE
+
+
 class RuntimePathError(WeightcachedError):
     """The runtime directory, socket or lock has the wrong owner, mode, kind or length."""
 

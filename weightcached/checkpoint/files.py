@@ -68,6 +68,7 @@ _MAX_INDEX_FILE_BYTES = 100_000_000
 # The kernel stamps ctime with its tick, at most 10 ms long: a file younger than this could change
 # again unseen.
 _SETTLE_S = 0.02
+_SETTLE_POLL_S = 0.002
 _SETTLE_LIMIT_S = 1.0
 
 
@@ -321,17 +322,20 @@ def look_at(root: str, names: list[str]) -> list[WeightFile]:
     while True:
         files = [_look(root, name) for name in names]
         youngest = max(files, key=lambda file: file.stat[4])
-        age_s = (time.time_ns() - youngest.stat[4]) / 1e9
-        # A ctime in the future comes from a clock that was set back; waiting for it would be no
-        # use.
-        if not 0 <= age_s < _SETTLE_S:
+        if is_settled(youngest.stat[4]):
             return files
         if time.monotonic() > deadline:
             path = os.path.join(root, youngest.name)
             raise CheckpointError(
                 f"weight file {path} is being written: start again when the checkpoint is complete"
             )
-        time.sleep(_SETTLE_S - age_s)
+        time.sleep(_SETTLE_POLL_S)
+
+
+def is_settled(ctime_ns: int) -> bool:
+    """Whether a next change of the file would show in its ctime."""
+    # A ctime in the future comes from a clock that was set back; waiting for it would be no use.
+    return not 0 <= (time.time_ns() - ctime_ns) / 1e9 < _SETTLE_S
 
 
 def _look(root: str, name: str) -> WeightFile:

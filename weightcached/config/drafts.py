@@ -70,6 +70,9 @@ def _method_of(model: str) -> str:
     for part, method in _IN_NAME:
         if part in model.lower():
             return method
+    if model.startswith("/") and not Path(model).is_dir():
+        # Not there now. What is served of it must not be taken for what nobody wants any more.
+        return CACHED_METHODS[0]
     try:
         config = json.loads(Path(model, "config.json").read_bytes())
     except (OSError, ValueError):

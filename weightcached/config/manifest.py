@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -21,7 +22,7 @@ from weightcached.config.located_yaml import Value, read
 from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
 from weightcached.config.rendezvous import parse as parse_rendezvous
-from weightcached.errors import DeviceError, ManifestError
+from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError
 from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
@@ -230,7 +231,7 @@ def _engine(value: Value) -> dict[str, Any]:
         value.fail(
             "the key model is missing: expected a Hub id or the absolute path of a checkpoint"
         )
-    _check_model(keys["model"], config_elsewhere="hf_config_path" in keys)
+    _check_model(keys["model"])
     for key in LAYOUT_KEYS:
         if key in keys:
             keys[key].integer(1)
@@ -267,37 +268,51 @@ def _check_draft(speculative: Value | None) -> None:
         )
     draft = keys.get("model")
     if draft is not None and draft.kind == "str":
-        _check_model(draft, config_elsewhere=False)
+        _check_model(draft)
 
 
-def _check_model(value: Value, *, config_elsewhere: bool) -> None:
+def _check_model(value: Value) -> None:
     model = value.string()
     if model.startswith(("~", ".")):
         value.fail(
             f"expected a Hub id or an absolute path, got {model!r}: the daemon runs in another directory"
         )
+
+
+def check_checkpoint(engine: Mapping[str, Any]) -> None:
+    """Require that the directories that a model names are there.
+
+    Not a part of load_manifest(): a mount that is late is this model's fault alone. Raises
+    CheckpointMissingError.
+    """
+    _check_directory(engine["model"], config_elsewhere="hf_config_path" in engine)
+    speculative = engine.get("speculative_config")
+    if isinstance(speculative, dict) and isinstance(speculative.get("model"), str):
+        _check_directory(speculative["model"], config_elsewhere=False)
+
+
+def _check_directory(model: str, *, config_elsewhere: bool) -> None:
     if not model.startswith("/"):
         return
     if not Path(model).is_dir():
-        value.fail(
-            f"{model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}"
+        raise CheckpointMissingError(
+            f"model {model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}: "
+            "mount or download it, or name another"
         )
     # params.json is how Mistral's own format spells it; vLLM reads both.
     if not config_elsewhere and not any(
         Path(model, name).is_file() for name in ("config.json", "params.json")
     ):
-        value.fail(f"{model} has no config.json: expected the directory of a checkpoint")
+        raise CheckpointMissingError(
+            f"model {model} has no config.json: expected the directory of a checkpoint"
+        )
 
 
 def _python(value: Value) -> str:
     path = value.string()
     if not path.startswith("/"):
         value.fail(f"expected the absolute path of an interpreter, got {path!r}")
-    if not Path(path).is_file() or not os.access(path, os.X_OK):
-        value.fail(
-            f"{path} is not an executable file: expected the interpreter that runs the engine"
-        )
     return path
 
 
-__all__ = ["Manifest", "ManifestError", "ModelSpec", "load_manifest"]
+__all__ = ["Manifest", "ManifestError", "ModelSpec", "check_checkpoint", "load_manifest"]
