@@ -267,7 +267,7 @@ def release(attachment: Attachment, *, timeout_s: float) -> None:
         attachment.close()
 
 
-class Lease:
+class LeaseKeeper:
     """Keeps the connection of a mapped generation, and rejoins the daemon after a restart, in a
     thread of its own.
 

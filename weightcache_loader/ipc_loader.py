@@ -31,18 +31,17 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.model import bind as binding
+from weightcached.model import bind
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.paths import socket_path
-from weightcached.vllm_compat import build as engine
-from weightcached.vllm_compat import drafts, parked_start
+from weightcached.vllm_compat import build, drafts, parked_start
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.key import build_key
 
 log = init_logger("vllm.weightcached")
 
 
-class Decision(NamedTuple):
+class AttachOutcome(NamedTuple):
     """What this process found at its first question: an attachment, or the reason why there is
     none.
     """
@@ -53,7 +52,7 @@ class Decision(NamedTuple):
 
 class _Kept(NamedTuple):
     engine: str
-    decision: Decision
+    decision: AttachOutcome
     # So that its id names nothing else meanwhile.
     speculative_config: Any
 
@@ -98,7 +97,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                     config, config.speculative_config.draft_model_config
                 )
         if total:
-            engine.freeze_heap()
+            build.freeze_heap()
         return total
 
     def _external_bytes(self, vllm_config: Any, model_config: Any) -> int:
@@ -128,8 +127,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             mapping, device = self._map(attachment)
             try:
-                storages = binding.Storages(attachment.tensor_index, mapping, device, copy=False)
-                count = binding.copy_into(model, attachment.tensor_index, storages)
+                storages = bind.Storages(attachment.tensor_index, mapping, device, copy=False)
+                count = bind.copy_into(model, attachment.tensor_index, storages)
             finally:
                 mapping.close()
         finally:
@@ -164,7 +163,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if drafts.is_draft(vllm_config, model_config) and not self.options.is_draft:
             self.options = msgspec.structs.replace(self.options, is_draft=True)
 
-    def _decide(self, vllm_config: Any, model_config: Any) -> Decision:
+    def _decide(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         """The decision of this engine. Raises its reason, with fallback off, and
         OutOfDeviceMemoryError.
         """
@@ -192,20 +191,20 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         _decisions[role] = kept
         return kept.decision
 
-    def _first_decision(self, vllm_config: Any, model_config: Any) -> Decision:
+    def _first_decision(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         try:
             attachment = self._attach(vllm_config, model_config)
         except Exception as e:
             # Whatever it is: the other ranks wait to hear of it.
             attachment, reason = None, reason_of(e)
         if all_ranks(attachment is not None, self.options.role):
-            return Decision(attachment, None)
+            return AttachOutcome(attachment, None)
         if attachment is not None:
             attachment.close()
             reason = WeightCacheUnavailableError(
                 "another rank of this engine cannot attach", code="another-rank"
             )
-        return Decision(None, reason)
+        return AttachOutcome(None, reason)
 
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
         check_supported(vllm_config, self.options)
@@ -214,10 +213,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             build_key(vllm_config, model_config, role=self.options.role),
             connect_timeout_s=self.options.connect_timeout_s,
             state_timeout_s=self.options.state_timeout_s,
-            device=engine.device_of_worker(vllm_config.parallel_config),
+            device=build.device_of_worker(vllm_config.parallel_config),
             identity=self.options.identity,
         )
-        if (stage := engine.stage_of_platform()) != attachment.tensor_index.stage:
+        if (stage := build.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()
             raise CacheConfigMismatchError(
                 f"the cache holds {attachment.tensor_index.stage} weights, this engine needs {stage}"
@@ -228,7 +227,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.socket_path:
             return Path(self.options.socket_path)
         return socket_path(
-            engine.device_of_worker(vllm_config.parallel_config), self.options.directory()
+            build.device_of_worker(vllm_config.parallel_config), self.options.directory()
         )
 
     def _map(self, attachment: client.Attachment) -> tuple[Mapping, torch.device]:
@@ -237,7 +236,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if current_platform.is_cpu():
             backend, device = open_backend("cpu0"), torch.device("cpu")
         else:
-            backend = open_backend(engine.gpu_of_worker())
+            backend = open_backend(build.gpu_of_worker())
             device = torch.device("cuda", torch.cuda.current_device())
         return backend.map(
             attachment.fds, [s.nbytes for s in attachment.tensor_index.segments]
@@ -248,7 +247,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     ) -> nn.Module | WeightcachedError:
         model: nn.Module | None = None
         reason: WeightcachedError | None = None
-        with engine.collection_paused(), engine.isolated_build(vllm_config, keep=True) as build:
+        with build.collection_paused(), build.isolated_build(vllm_config, keep=True) as building:
             try:
                 model = self._build(vllm_config, model_config, prefix, attachment)
             except Exception as e:
@@ -258,7 +257,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                 reason = WeightCacheUnavailableError(
                     "another rank of this engine failed to attach", code="another-rank"
                 )
-            build.keep = model is not None
+            building.keep = model is not None
         if model is None:
             attachment.close()
             assert reason is not None
@@ -266,7 +265,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if self.options.mode == "copy":
             client.release(attachment, timeout_s=self.options.connect_timeout_s)
         else:
-            lease = client.Lease(
+            lease = client.LeaseKeeper(
                 attachment.connection, self._socket_path(vllm_config), attachment.ready
             )
             # With the model: an engine that is shut down while its process lives on maps nothing
@@ -279,18 +278,18 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
     ) -> nn.Module:
         index = attachment.tensor_index
         began = time.perf_counter()
-        model = engine.build_on_meta(vllm_config, model_config, prefix)
+        model = build.build_on_meta(vllm_config, model_config, prefix)
         built = time.perf_counter()
-        if binding.skeleton_of(model) != index.skeleton:
+        if bind.skeleton_of(model) != index.skeleton:
             raise CacheConfigMismatchError(
                 f"{attachment.ready.cache}: the layers that this engine builds differ from the cached ones in a name, "
                 "shape, dtype or kernel class"
             )
         mapping, device = self._map(attachment)
         try:
-            storages = binding.Storages(index, mapping, device, copy=self.options.mode == "copy")
+            storages = bind.Storages(index, mapping, device, copy=self.options.mode == "copy")
             mapped = time.perf_counter()
-            binding.Binder(model, index, storages).attach(
+            bind.Binder(model, index, storages).attach(
                 PostProcessing(model_config, device, stage=index.stage)
             )
         finally:
@@ -340,7 +339,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if reason.code == UnsupportedPlatformForIPCError.code:
             return None
         try:
-            device = engine.device_of_worker(vllm_config.parallel_config)
+            device = build.device_of_worker(vllm_config.parallel_config)
             socket = self._socket_path(vllm_config)
             fallback.check_room(
                 vllm_config, model_config, device, socket, self.options.fallback_load_format, reason
@@ -386,7 +385,7 @@ def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
     """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError,
     UnsupportedQuantForIPCError.
     """
-    if not engine.stage_of_platform():
+    if not build.stage_of_platform():
         from vllm.platforms import current_platform
 
         raise UnsupportedPlatformForIPCError(

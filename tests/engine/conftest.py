@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -37,7 +37,8 @@ ENVIRONMENT = {
 class Engines:
     """The host process of engines (host.py, or what else `command` runs), in a session of its own.
 
-    `log()` is what vLLM and the plug-in wrote since the last call.
+    One that ended fails the test that asks it, and only that one: the next finds another in its
+    place. `log()` is what vLLM and the plug-in wrote since the last call.
     """
 
     def __init__(
@@ -46,13 +47,17 @@ class Engines:
         log_path: Path,
         command: Sequence[str] = (sys.executable, "-m", "tests.engine.host"),
     ) -> None:
-        self._log_path = log_path
+        self._env, self._log_path, self._command = env, log_path, command
         self._seen = 0
         self._asked = 0
-        with open(log_path, "w", encoding="utf-8") as log:
-            self.process = subprocess.Popen(
-                command, env=env, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                start_new_session=True,
+        log_path.unlink(missing_ok=True)
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        with open(self._log_path, "a", encoding="utf-8") as log:
+            return subprocess.Popen(
+                self._command, env=self._env, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=log, start_new_session=True,
             )  # fmt: skip
 
     def ask(self, **command: Any) -> dict[str, Any]:
@@ -63,18 +68,42 @@ class Engines:
         """Ask, and leave the answer for answer()."""
         assert self.process.stdin is not None
         self._asked += 1
-        self.process.stdin.write(json.dumps(command | {"number": self._asked}) + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(json.dumps(command | {"number": self._asked}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self._replace()
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         while True:
             line = self.process.stdout.readline()
-            assert line.startswith("ANSWER "), f"the engine host ended: {self.log()[-3000:]}"
+            if not line.startswith("ANSWER "):
+                self._replace()
             answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
             # A test that ran out of time left its answer behind.
             if answer.pop("number") == self._asked:
                 return answer
+
+    def _replace(self) -> NoReturn:
+        """Start another host instead of one that ended. Raises AssertionError."""
+        # With what it had started: workers of its engine would keep memory and ports.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self._end()
+        said = self.log()[-3000:]
+        self.process = self._start()
+        raise AssertionError(f"the engine host ended with status {status}: {said}") from None
+
+    def _end(self) -> int:
+        """Wait until the process ends, as it does when its input does."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        # What could not be written is written again here.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        return self.process.wait(ANSWER_TIMEOUT_S)
 
     def tokens(
         self,
@@ -105,12 +134,15 @@ class Engines:
         )
         return [line.split("] ", 1)[1] for line in lines]
 
+    def need_operator(self, name: str) -> None:
+        """Skip the test if this machine's vLLM lacks the operator: its library differs by
+        processor.
+        """
+        if not self.ask(operator=name)["there"]:
+            pytest.skip(f"vLLM has no operator _C.{name} for this processor")
+
     def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(ANSWER_TIMEOUT_S)
-        self.process.stdout.close()
+        self._end()
 
 
 class Service:

@@ -104,7 +104,7 @@ class Process:
         from vllm.model_executor import model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-        from weightcached.vllm_compat import solo_rank as rank
+        from weightcached.vllm_compat import solo_rank
         from weightcached.wire.loader_job import LoaderJob
 
         class Disk(BaseModelLoader):  # type: ignore[misc]
@@ -138,7 +138,7 @@ class Process:
                 "model": model, "enforce_eager": True, "max_model_len": 256, "tensor_parallel_size": world_size
             },
         )  # fmt: skip
-        self.config = rank.create_vllm_config(job)
+        self.config = solo_rank.create_vllm_config(job)
         self.log: list[str] = []
         handler = logging.Handler(logging.INFO)
         handler.emit = lambda record: self.log.append(record.getMessage())  # type: ignore[method-assign]
@@ -225,7 +225,7 @@ def unreadable(process: Process) -> Iterator[None]:
         finally:
             os.seteuid(0)
 
-    with StubDaemon(process.socket), mock.patch.object(client, "_connected", as_nobody):
+    with StubDaemon(process.socket), mock.patch.object(client, "_open_socket", as_nobody):
         process.socket.chmod(0)
         yield
 
@@ -282,9 +282,9 @@ def failing(owner: str, name: str, error: Callable[[], Exception]) -> Context:
 
 @contextlib.contextmanager
 def unsupported_platform(process: Process) -> Iterator[None]:
-    from weightcached.vllm_compat import build as engine
+    from weightcached.vllm_compat import build
 
-    with mock.patch.object(engine, "stage_of_platform", return_value=""):
+    with mock.patch.object(build, "stage_of_platform", return_value=""):
         yield
 
 

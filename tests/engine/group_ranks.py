@@ -18,15 +18,19 @@ from tests.engine.rank_tensors import digests
 
 
 def load(job: Any, meeting: Any) -> dict[str, list[Any]]:
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import solo_rank
     from weightcached.vllm_compat.group_rank import group_rank
 
-    config, model_config = rank.configs_of(rank.create_vllm_config(job), job.role)
+    config, model_config = solo_rank.configs_of(solo_rank.create_vllm_config(job), job.role)
     if meeting is None:
-        with rank.solo_rank(config, job.rank):
-            return digests(rank.load_for_stage(config, model_config, "loaded", lambda nbytes: None))
+        with solo_rank.solo_rank(config, job.rank):
+            return digests(
+                solo_rank.load_for_stage(config, model_config, "loaded", lambda nbytes: None)
+            )
     with group_rank(config, job, meeting, lambda: None) as peers:
-        found = digests(rank.load_for_stage(config, model_config, "loaded", lambda nbytes: None))
+        found = digests(
+            solo_rank.load_for_stage(config, model_config, "loaded", lambda nbytes: None)
+        )
         peers.meet("loaded")
         return found
 

@@ -7,8 +7,10 @@ Reads one JSON command per line on standard input and answers with one line that
                                                                  one prompt after the other instead of one batch
     {"again": true}                                              decode once more with the engine that is kept
     {"call": "name"}                                             run one of CALLS on the engine that is kept
+    {"operator": "name"}                                         whether vLLM has torch.ops._C.name here
     {"close": true}                                              end it
 
+An engine that fails, when it starts or when it decodes, is an "error" in the answer.
 The command's "number" comes back with the answer.
 """
 
@@ -39,6 +41,8 @@ class Host:
             return {"tokens": self.decode()}
         if "call" in command:
             return {"result": CALLS[command["call"]](self.llm)}
+        if "operator" in command:
+            return {"there": has_operator(command["operator"])}
         self.close()
         return {}
 
@@ -54,12 +58,12 @@ class Host:
         }  # fmt: skip
         try:
             self.llm = LLM(**(arguments | command["engine"]))
+            return {"tokens": self.decode()}
         except Exception as e:
             # Weights of the engine that failed hang in the traceback.
             return {"error": f"{type(e).__name__}: {e}"}
         finally:
             gc.collect()
-        return {"tokens": self.decode()}
 
     def decode(self) -> list[list[int]]:
         from vllm import SamplingParams
@@ -86,6 +90,15 @@ class Host:
         if torch.cuda.is_initialized():
             # The next engine finds the memory free.
             torch.cuda.empty_cache()
+
+
+def has_operator(name: str) -> bool:
+    """Whether vLLM's compiled library for this processor has it."""
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, name)
 
 
 def _model(llm: Any) -> Any:

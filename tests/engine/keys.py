@@ -28,8 +28,7 @@ DEFAULTS = {"enforce_eager": True, "max_model_len": 256}
 def configured(question: dict[str, Any]) -> dict[str, Any]:
     """Build the configuration as the loader child does, and everything that a key is made of."""
     from weightcached.model.bind import skeleton_of
-    from weightcached.vllm_compat import build as engine
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import build, solo_rank
     from weightcached.vllm_compat.key import build_key
     from weightcached.wire.loader_job import LoaderJob
 
@@ -37,16 +36,16 @@ def configured(question: dict[str, Any]) -> dict[str, Any]:
         device="cpu0", cache="m/target", role="target", generation=1, spec_digest="", boot_id="", socket_fd=0,
         engine=DEFAULTS | question["engine"], rank=question.get("rank", 0),
     )  # fmt: skip
-    config = rank.create_vllm_config(job)
-    with rank.solo_rank(config, job.rank):
+    config = solo_rank.create_vllm_config(job)
+    with solo_rank.solo_rank(config, job.rank):
         key = build_key(config, config.model_config, role="target")
-        with engine.isolated_build(config, keep=False):
-            skeleton = skeleton_of(engine.build_on_meta(config, config.model_config))
+        with build.isolated_build(config, keep=False):
+            skeleton = skeleton_of(build.build_on_meta(config, config.model_config))
         answer = {"key": msgspec.to_builtins(key), "digest": key.digest(), "skeleton": skeleton}
         if question.get("bytes"):
-            with engine.isolated_build(config, keep=False):
+            with build.isolated_build(config, keep=False):
                 answer["bytes"] = bytes_of(
-                    rank.load_for_stage(config, config.model_config, "loaded", lambda n: None)
+                    solo_rank.load_for_stage(config, config.model_config, "loaded", lambda n: None)
                 )
     return answer
 
@@ -58,7 +57,7 @@ def batches(question: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import solo_rank
     from weightcached.wire.loader_job import LoaderJob
 
     engine = question["batches"]
@@ -66,7 +65,7 @@ def batches(question: dict[str, Any]) -> dict[str, Any]:
         device="cpu0", cache="m/target", role="target", generation=1, spec_digest="", boot_id="", socket_fd=0,
         engine=engine, rank=0,
     )  # fmt: skip
-    ours = rank.create_vllm_config(job).scheduler_config
+    ours = solo_rank.create_vllm_config(job).scheduler_config
     served = EngineArgs.get_batch_defaults(engine["tensor_parallel_size"])
     return {
         "ours": [ours.max_num_batched_tokens, ours.max_num_seqs],

@@ -95,7 +95,7 @@ class Packed:
     descriptors.
     """
 
-    loaded: proof.Snapshot
+    loaded: proof.ModelSlots
     index: TensorIndex
     fds: list[OwnedFd]
     build: Build
@@ -112,7 +112,7 @@ class Packed:
     @classmethod
     def of_loaded(cls, model: nn.Module, build: Build) -> Self:
         """Pack a model, which has no usable tensors afterwards."""
-        loaded = proof.snapshot(model)
+        loaded = proof.slots_of(model)
         records, sources = pack.describe(model)
         packed = pack.pack(records, sources, HostBackend(), lambda done, total: None)
         index = an_index(

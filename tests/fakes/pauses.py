@@ -92,12 +92,12 @@ def main() -> None:
     from weightcached.daemon import fdstore, reconcile
     from weightcached.daemon import main as daemon
     from weightcached.daemon.caches import Cache
-    from weightcached.daemon.endpoint import Place
+    from weightcached.daemon.endpoint import Endpoint
     from weightcached.daemon.reconcile import Reconciler
 
     _before(daemon, "_raise_descriptor_limit", "lock")
     _before(fdstore, "adopt", "adopt")
-    _after(Place, "listen", "bind")
+    _after(Endpoint, "listen", "bind")
     # In a thread: the daemon serves meanwhile.
     _before(reconcile, "load_manifest", "manifest")
     # Each of these has its first descriptor on its way when it waits: the set in the store is cut

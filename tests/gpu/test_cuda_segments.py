@@ -29,7 +29,7 @@ from tests.gpu.segment_process import END_NBYTES, pattern
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.cuda import CudaBackend, CudaMapping
 from weightcached.segments.packing import SEGMENT_NBYTES
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd
 
 MIB = 1 << 20
@@ -467,10 +467,10 @@ def test_torch_works_on_after_a_backend_is_gone(gpu_uuid: str) -> None:
 
 
 def test_machine_describes_its_gpus(backend: CudaBackend) -> None:
-    (gpu,) = [gpu for gpu in devices.list_gpus() if gpu.uuid == backend.device]
-    free, total = devices.free_and_total_bytes(backend.device)
+    (gpu,) = [gpu for gpu in gpus.list_gpus() if gpu.uuid == backend.device]
+    free, total = gpus.free_and_total_bytes(backend.device)
     print(
-        f"\n{gpu}\n{backend.driver()}\n{backend.persistence_warning()}\n{devices.holders(backend.device)}"
+        f"\n{gpu}\n{backend.driver()}\n{backend.persistence_warning()}\n{gpus.holders(backend.device)}"
     )
     assert gpu.name == torch.cuda.get_device_name(0)
     assert 0 < free < total == gpu.total_bytes

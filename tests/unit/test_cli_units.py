@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from tests.fakes.commands import Commands
 from tests.fakes.stub_daemon import StubDaemon, cache, status
-from weightcached.cli import units as ctl_units
+from weightcached.cli import units
 from weightcached.cli.progress import ProgressDisplay
 from weightcached.cli.weightcachectl import main
 
@@ -27,7 +27,7 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     commands = Commands(tmp_path / "commands")
     monkeypatch.setenv("PATH", f"{commands.folder}:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(ctl_units, "POLL_S", 0.01)
+    monkeypatch.setattr(units, "POLL_S", 0.01)
     return commands
 
 

@@ -12,8 +12,7 @@ import pytest
 from tests.fakes.checkpoints import key_of, with_checkpoint, write_checkpoint
 from tests.unit.test_fdstore import EXPECTED, Set
 from weightcached.checkpoint.identity import CheckpointIdentity
-from weightcached.daemon import matching
-from weightcached.daemon.caches import Caches, Generation
+from weightcached.daemon.caches import Caches
 from weightcached.daemon.fdstore import adopt
 from weightcached.daemon.matching import Matcher
 from weightcached.errors import CheckpointError
@@ -40,40 +39,6 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
-
-
-def test_digest_made_while_the_files_are_looked_at_counts(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        made = asyncio.Event()
-
-        async def child(identity: CheckpointIdentity) -> str:
-            await made.wait()
-            return DIGEST
-
-        matcher = Matcher(scene.caches, "cpu0", child)
-        assert isinstance(await matcher.match(scene.asked), Loading)
-        loop = asyncio.get_running_loop()
-        look = matching.changed_files
-
-        def look_until_the_digest_is_made(identity: CheckpointIdentity) -> list[str]:
-            monkeypatch.setattr(matching, "changed_files", look)
-            asyncio.run_coroutine_threadsafe(_make_and_wait(made, scene.generation), loop).result(5)
-            return look(identity)
-
-        monkeypatch.setattr(matching, "changed_files", look_until_the_digest_is_made)
-        assert await matcher.match(scene.asked) is scene.generation
-        await matcher.close()
-
-    asyncio.run(main())
-    scene.generation.retire()
-
-
-async def _make_and_wait(made: asyncio.Event, generation: Generation) -> None:
-    made.set()
-    while not generation.full_digest:
-        await asyncio.sleep(0)
 
 
 def test_digest_that_failed_is_said_and_tried_again(scene: Scene) -> None:

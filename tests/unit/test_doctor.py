@@ -26,7 +26,7 @@ from weightcached import __version__
 from weightcached.cli import doctor
 from weightcached.cli.doctor import Finding
 from weightcached.cli.weightcachectl import main
-from weightcached.system import host_checks as doctor_host
+from weightcached.system import host_checks
 from weightcached.system.host_checks import lingers
 from weightcached.system.units import install
 
@@ -65,6 +65,7 @@ class Machine:
             list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get
         )
         monkeypatch.setitem(sys.modules, "weightcached.system.gpus", devices)
+        self.processor("fpu avx avx2 avx512f avx512dq avx512bw avx512vl amx_tile")
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
         self.failed_units = self.active_units = ""
 
@@ -72,6 +73,11 @@ class Machine:
         self.manifest.write_text(
             f"version: 1\nmodels:\n  - {{name: a, devices: {devices}, engine: {{model: o/m}}, python: {self.python}}}\n"
         )
+
+    def processor(self, flags: str) -> None:
+        cpuinfo = self.base / "cpuinfo"
+        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n\n")
+        self.monkeypatch.setattr(doctor, "CPUINFO", cpuinfo)
 
     def interpreter(self, **changed: object) -> None:
         """An interpreter whose environment has what is said; with the versions that the test
@@ -134,8 +140,21 @@ def test_healthy_machine_has_only_ok_findings(machine: Machine) -> None:
         f"ok    cache directory: {machine.base}/cache/weightcached",
         f"ok    manifest: {machine.manifest}: a",
         f"ok    plug-in: {machine.python}: vLLM 0.32.0, torch 2.11",
+        "ok    processor: AVX-512: vLLM's CPU build runs 4-bit weights too",
         f"ok    socket: {socket}: pid 77, ready",
     ]
+
+
+def test_formats_that_need_avx512_are_named_if_a_model_is_placed_on_the_cpu(
+    machine: Machine,
+) -> None:
+    machine.processor("fpu avx avx2")
+    (finding,) = machine.findings("processor")
+    assert finding.text == (
+        "no AVX-512: engines of vLLM's CPU build end on 4-bit weights (AWQ, GPTQ, W4A16), from disk too"
+    )
+    machine.place(f"[{GPU}]")
+    assert machine.findings("processor") == []
 
 
 def test_failure_exits_1_and_a_warning_does_not(machine: Machine) -> None:
@@ -179,7 +198,7 @@ def test_linger_file_of_a_user_with_odd_characters_is_found(
     machine.monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=name))
     directory = machine.base / "linger"
     directory.mkdir()
-    machine.monkeypatch.setattr(doctor_host, "LINGER_DIR", directory)
+    machine.monkeypatch.setattr(host_checks, "LINGER_DIR", directory)
     assert not lingers(UID)
     (directory / file).touch()
     assert [finding.level for finding in machine.findings("linger")] == ["ok"]

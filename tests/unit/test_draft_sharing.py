@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.fakes.models import CPU, Packed
-from weightcached.vllm_compat import draft_sharing as shared
+from weightcached.vllm_compat import draft_sharing
 
 HIDDEN, VOCAB = 8, 16
 
@@ -20,7 +20,7 @@ HIDDEN, VOCAB = 8, 16
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's embeddings stand for vLLM's."""
-    monkeypatch.setattr(shared, "_is_plain", lambda layer: isinstance(layer, nn.Embedding))
+    monkeypatch.setattr(draft_sharing, "_is_plain", lambda layer: isinstance(layer, nn.Embedding))
 
 
 class Layer(nn.Module):
@@ -99,7 +99,7 @@ def test_left_out_is_what_the_engine_replaces(
         name: parameter.clone()
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    assert shared.leave_out(model, vllm_config) == expected
+    assert draft_sharing.leave_out(model, vllm_config) == expected
     for name, parameter in model.named_parameters(remove_duplicate=False):
         left_out = name.removesuffix(".weight") in expected
         assert parameter.shape == before[name].shape
@@ -111,7 +111,7 @@ def test_left_out_is_what_the_engine_replaces(
 
 def test_what_is_left_out_is_attached_with_its_shape_and_costs_no_memory() -> None:
     def leave_out(model: Any) -> None:
-        shared.leave_out(model, config())
+        draft_sharing.leave_out(model, config())
 
     with Packed.of(Draft, leave_out) as packed:
         packed.prove()

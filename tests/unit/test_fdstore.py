@@ -25,7 +25,7 @@ from weightcached.daemon.fdstore import (
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import LoadReport, SegmentRecord, TensorIndex
 from weightcached.segments.cuda import CudaBackend
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, sealed_memfd
 
 BOOT = "5e9f1c7a-0000-4000-8000-000000000001"
@@ -259,12 +259,12 @@ def test_driver_of_host_memory_is_unknown() -> None:
 
 
 def test_driver_of_a_gpu_is_named_as_its_backend_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "kernel_driver_version", lambda: "580.159.03")
+    monkeypatch.setattr(gpus, "kernel_driver_version", lambda: "580.159.03")
     uuid = "GPU-00000000-0000-0000-0000-000000000001"
     assert (
         current_driver(uuid)
         == CudaBackend.driver(object.__new__(CudaBackend))
         == "nvidia 580.159.03"
     )
-    monkeypatch.setattr(devices, "kernel_driver_version", lambda: "unknown")
+    monkeypatch.setattr(gpus, "kernel_driver_version", lambda: "unknown")
     assert current_driver(uuid) is None

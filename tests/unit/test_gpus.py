@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from weightcached.errors import DeviceError
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.gpus import GpuInfo, Holder
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     the driver.
     """
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(devices, "_PROC_VERSION", tmp_path / "absent")
+    monkeypatch.setattr(gpus, "_PROC_VERSION", tmp_path / "absent")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
 
     def install(answers: dict[str, str] | None = None, *, status: int = 0, body: str = "") -> None:
@@ -151,7 +151,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvml:
     module = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(devices, "_PROC_VERSION", tmp_path / "absent")
+    monkeypatch.setattr(gpus, "_PROC_VERSION", tmp_path / "absent")
     return module
 
 
@@ -160,7 +160,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvml:
 
 def test_smi_lists_gpus_with_name_and_memory(smi: Smi) -> None:
     smi()
-    assert devices.list_gpus() == [
+    assert gpus.list_gpus() == [
         GpuInfo(GPU0, "NVIDIA H200", 143771 * MIB),
         GpuInfo(GPU1, "NVIDIA A10", 23028 * MIB),
     ]
@@ -168,7 +168,7 @@ def test_smi_lists_gpus_with_name_and_memory(smi: Smi) -> None:
 
 def test_smi_lists_mig_devices_instead_of_their_gpu(smi: Smi) -> None:
     smi({**ANSWERS, "-L": MIG_LIST})
-    assert devices.list_gpus() == [
+    assert gpus.list_gpus() == [
         GpuInfo(MIG0, "NVIDIA H200 MIG 1g.18gb", 0, mig=True, parent=GPU0),
         GpuInfo(MIG1, "NVIDIA H200 MIG 1g.18gb", 0, mig=True, parent=GPU0),
         GpuInfo(GPU1, "NVIDIA A10", 23028 * MIB),
@@ -177,21 +177,21 @@ def test_smi_lists_mig_devices_instead_of_their_gpu(smi: Smi) -> None:
 
 def test_smi_tells_free_and_total_bytes(smi: Smi) -> None:
     smi()
-    assert devices.free_and_total_bytes(GPU0) == (143000 * MIB, 143771 * MIB)
+    assert gpus.free_and_total_bytes(GPU0) == (143000 * MIB, 143771 * MIB)
 
 
 def test_unknown_free_memory_names_the_devices_there_are(smi: Smi) -> None:
     smi()
     with pytest.raises(DeviceError) as e:
-        devices.free_and_total_bytes(GPU1)
+        gpus.free_and_total_bytes(GPU1)
     assert str(e.value) == f"cannot tell the free memory of {GPU1}: this machine has {GPU0}, {GPU1}"
 
 
 def test_device_that_is_not_here_is_refused_with_those_that_are(smi: Smi) -> None:
     smi()
-    devices.check_present(GPU1)
+    gpus.check_present(GPU1)
     with pytest.raises(DeviceError) as e:
-        devices.check_present(MIG0)
+        gpus.check_present(MIG0)
     assert str(e.value) == (
         f"no device {MIG0} here: this machine has {GPU0}, {GPU1}; correct the manifest and the name of the unit"
     )
@@ -199,12 +199,12 @@ def test_device_that_is_not_here_is_refused_with_those_that_are(smi: Smi) -> Non
 
 def test_where_nobody_lists_devices_none_is_refused(smi: Smi) -> None:
     smi(status=9)
-    devices.check_present(GPU0)
+    gpus.check_present(GPU0)
 
 
 def test_smi_tells_holders_largest_first(smi: Smi) -> None:
     smi()
-    assert devices.holders(GPU0) == [
+    assert gpus.holders(GPU0) == [
         Holder(4713, "vllm", 1024 * MIB),
         Holder(4711, "/usr/bin/python3, really", 512 * MIB),
         Holder(4712, "[Not Found]", 0),
@@ -213,8 +213,8 @@ def test_smi_tells_holders_largest_first(smi: Smi) -> None:
 
 def test_persistence_mode_off_is_warned_of(smi: Smi) -> None:
     smi()
-    assert devices.persistence_warning(GPU0) is None
-    assert devices.persistence_warning(GPU1) == (
+    assert gpus.persistence_warning(GPU0) is None
+    assert gpus.persistence_warning(GPU1) == (
         f"persistence mode is off on {GPU1}: the driver may shut the GPU down, and lose its memory, when no process "
         "uses it; run 'nvidia-smi -pm 1' as root, or enable nvidia-persistenced.service"
     )
@@ -228,26 +228,26 @@ def test_persistence_mode_of_a_mig_device_is_its_gpus(smi: Smi) -> None:
             "--query-gpu=uuid,persistence_mode": f"{GPU0}, Disabled\n{GPU1}, Enabled\n",
         }
     )
-    warning = devices.persistence_warning(MIG1)
+    warning = gpus.persistence_warning(MIG1)
     assert warning is not None
     assert warning.startswith(f"persistence mode is off on {MIG1}: ")
 
 
 def test_unreadable_persistence_mode_is_not_warned_of(smi: Smi) -> None:
     smi({**ANSWERS, "--query-gpu=uuid,persistence_mode": f"{GPU0}, [N/A]\n"})
-    assert devices.persistence_warning(GPU0) is None
+    assert gpus.persistence_warning(GPU0) is None
 
 
 def test_smi_tells_the_driver_version(smi: Smi) -> None:
     smi()
-    assert devices.kernel_driver_version() == "580.159.03"
+    assert gpus.kernel_driver_version() == "580.159.03"
 
 
 def test_failing_smi_is_a_machine_without_gpus_and_a_log_line(
     smi: Smi, caplog: pytest.LogCaptureFixture
 ) -> None:
     smi(body="print('NVIDIA-SMI has failed because\\nit could not talk to the driver')", status=9)
-    assert devices.list_gpus() == []
+    assert gpus.list_gpus() == []
     assert (caplog.records[-1].levelno, caplog.records[-1].getMessage()) == (
         logging.WARNING,
         "nvidia-smi -L ended with status 9: NVIDIA-SMI has failed because it could not talk to the driver",
@@ -257,9 +257,9 @@ def test_failing_smi_is_a_machine_without_gpus_and_a_log_line(
 def test_hanging_smi_is_given_up(
     smi: Smi, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(devices, "SMI_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(gpus, "SMI_TIMEOUT_S", 0.3)
     smi(body="import signal; signal.pause()")
-    assert devices.kernel_driver_version() == "unknown"
+    assert gpus.kernel_driver_version() == "unknown"
     assert (
         caplog.records[-1]
         .getMessage()
@@ -268,12 +268,12 @@ def test_hanging_smi_is_given_up(
 
 
 def test_machine_without_smi_and_nvml_has_no_gpus(smi: Smi) -> None:
-    assert devices.list_gpus() == []
-    assert devices.holders(GPU0) == []
-    assert devices.persistence_warning(GPU0) is None
-    assert devices.kernel_driver_version() == "unknown"
+    assert gpus.list_gpus() == []
+    assert gpus.holders(GPU0) == []
+    assert gpus.persistence_warning(GPU0) is None
+    assert gpus.kernel_driver_version() == "unknown"
     with pytest.raises(DeviceError) as e:
-        devices.free_and_total_bytes(GPU0)
+        gpus.free_and_total_bytes(GPU0)
     assert (
         str(e.value)
         == f"cannot tell the free memory of {GPU0}: neither nvidia-ml-py nor nvidia-smi reports a GPU"
@@ -284,7 +284,7 @@ def test_machine_without_smi_and_nvml_has_no_gpus(smi: Smi) -> None:
 
 
 def test_nvml_lists_mig_devices_instead_of_their_gpu(nvml: FakeNvml) -> None:
-    assert devices.list_gpus() == [
+    assert gpus.list_gpus() == [
         GpuInfo(MIG0, "NVIDIA H200 MIG 1g.18gb", 18 << 30, mig=True, parent=GPU0),
         GpuInfo(MIG1, "NVIDIA H200 MIG 1g.18gb", 18 << 30, mig=True, parent=GPU0),
         GpuInfo(GPU1, "NVIDIA A10", 23028 * MIB),
@@ -296,24 +296,24 @@ def test_lost_gpu_does_not_hide_the_others(
     nvml: FakeNvml, caplog: pytest.LogCaptureFixture
 ) -> None:
     nvml.lost.add(0)
-    assert [gpu.uuid for gpu in devices.list_gpus()] == [GPU1]
+    assert [gpu.uuid for gpu in gpus.list_gpus()] == [GPU1]
     assert [record.getMessage() for record in caplog.records] == [
         "GPU index=0 does not answer: GPU is lost"
     ]
 
 
 def test_nvml_tells_memory_of_mig_devices(nvml: FakeNvml) -> None:
-    assert devices.free_and_total_bytes(MIG0) == (9 << 30, 18 << 30)
+    assert gpus.free_and_total_bytes(MIG0) == (9 << 30, 18 << 30)
 
 
 def test_nvml_names_holders_of_this_pid_namespace(nvml: FakeNvml) -> None:
     name = Path(f"/proc/{os.getpid()}/comm").read_text().strip()
-    assert devices.holders(GPU1) == [Holder(os.getpid(), name, 5 * MIB), Holder(1 << 22, "?", 0)]
+    assert gpus.holders(GPU1) == [Holder(os.getpid(), name, 5 * MIB), Holder(1 << 22, "?", 0)]
 
 
 def test_nvml_tells_persistence_mode_of_a_mig_devices_gpu(nvml: FakeNvml) -> None:
-    assert devices.persistence_warning(MIG0) is not None
-    assert devices.persistence_warning(GPU1) is None
+    assert gpus.persistence_warning(MIG0) is not None
+    assert gpus.persistence_warning(GPU1) is None
 
 
 def test_device_that_nvml_does_not_know_is_refused(nvml: FakeNvml) -> None:
@@ -321,9 +321,9 @@ def test_device_that_nvml_does_not_know_is_refused(nvml: FakeNvml) -> None:
     with pytest.raises(
         DeviceError, match=f"of {unknown}: this machine has {MIG0}, {MIG1}, {GPU1}$"
     ):
-        devices.free_and_total_bytes(unknown)
-    assert devices.holders(unknown) == []
-    assert devices.persistence_warning(unknown) is None
+        gpus.free_and_total_bytes(unknown)
+    assert gpus.holders(unknown) == []
+    assert gpus.persistence_warning(unknown) is None
     assert nvml.open == 0
 
 
@@ -332,7 +332,7 @@ def test_nvml_without_a_library_falls_back_to_smi(
 ) -> None:
     smi()
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(works=False))
-    assert [gpu.uuid for gpu in devices.list_gpus()] == [GPU0, GPU1]
+    assert [gpu.uuid for gpu in gpus.list_gpus()] == [GPU0, GPU1]
 
 
 # ---- the kernel driver
@@ -361,8 +361,8 @@ def test_kernel_driver_version_comes_from_proc_first(
     smi(status=1)
     proc = tmp_path / "version"
     proc.write_text(f"{line}\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n")
-    monkeypatch.setattr(devices, "_PROC_VERSION", proc)
-    assert devices.kernel_driver_version() == version
+    monkeypatch.setattr(gpus, "_PROC_VERSION", proc)
+    assert gpus.kernel_driver_version() == version
 
 
 def test_importing_devices_imports_neither_torch_nor_cuda() -> None:
@@ -394,7 +394,7 @@ GPUS = [
 def test_visible_devices_in_the_order_of_the_variable(
     visible: str | None, expected: list[str]
 ) -> None:
-    assert devices.visible_gpus(GPUS, visible) == expected
+    assert gpus.visible_gpus(GPUS, visible) == expected
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_visible_device_that_cuda_would_stop_at_is_named(
 ) -> None:
     smi()
     with pytest.raises(DeviceError) as e:
-        devices.visible_gpus(GPUS, visible)
+        gpus.visible_gpus(GPUS, visible)
     assert str(e.value) == (
         f"CUDA_VISIBLE_DEVICES is {visible!r}: {entry!r} names no device of its own; this machine has {GPU0}, {GPU1}"
     )

@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from bench.checkpoints import llama_config, write_checkpoint
-from tests.fakes.models import CPU, Packed
+from tests.fakes.models import CPU, Packed, on_meta
 from weightcached.errors import UnsupportedQuantForIPCError
 from weightcached.index.tensors import ModulePlan, PlanName, TensorIndex
 from weightcached.model.plans import HookFailure, HooksFailedError
-from weightcached.vllm_compat import build as engine
-from weightcached.vllm_compat import hooks, replay
+from weightcached.vllm_compat import build, hooks, replay
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.wire.loader_job import LoaderJob
 
@@ -83,7 +82,7 @@ Load = Callable[..., Model]
 @pytest.fixture(scope="module")
 def configured(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Write a checkpoint's configuration, or all of it, and have vLLM read it."""
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import solo_rank
 
     def configured(config: dict[str, Any], **arguments: Any) -> Any:
         path = tmp_path_factory.mktemp("model")
@@ -95,7 +94,7 @@ def configured(vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Callable
             device="cpu0", cache="t/target", role="target", generation=1, spec_digest="", rank=0, boot_id="",
             socket_fd=0, engine={"model": str(path), "max_model_len": 256, **arguments},
         )  # fmt: skip
-        return rank.create_vllm_config(job)
+        return solo_rank.create_vllm_config(job)
 
     return configured
 
@@ -121,30 +120,30 @@ def load(llama: Any) -> Iterator[Load]:
     """Load a tiny model as the processed stage does, on the CPU."""
     from vllm.config import set_current_vllm_config
 
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import solo_rank
 
     made: list[Packed] = []
 
     def load(config: Any = llama, **changed: str) -> Model:
         methods = SUITED | changed
 
-        def build() -> nn.Module:
+        def bare_model() -> nn.Module:
             config.quant_config.methods = methods
-            with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
-                built: nn.Module = engine.build_on_meta(config, config.model_config)
+            with set_current_vllm_config(config), build.isolated_build(config, keep=False):
+                built: nn.Module = build.build_on_meta(config, config.model_config)
                 return built
 
         config.quant_config.methods = methods
-        with set_current_vllm_config(config), engine.isolated_build(config, keep=False):
-            model = rank.load_for_stage(
+        with set_current_vllm_config(config), build.isolated_build(config, keep=False):
+            model = solo_rank.load_for_stage(
                 config, config.model_config, "processed", lambda nbytes: None
             )
         post = PostProcessing(config.model_config, CPU, stage="processed")
         outputs = outputs_of(model)
-        made.append(Packed.of_loaded(model, build))
-        return Model(made[-1], post, post.first_plans(build()), outputs)
+        made.append(Packed.of_loaded(model, bare_model))
+        return Model(made[-1], post, post.first_plans(bare_model()), outputs)
 
-    with rank.solo_rank(llama, 0):
+    with solo_rank.solo_rank(llama, 0):
         yield load
     for packed in made:
         packed.close()
@@ -250,32 +249,41 @@ def test_methods_are_as_they_were_afterwards(suited: Model, proven: TensorIndex)
 # ---- what an engine shares
 
 
+MLA = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
+LATENT = "model.layers.1.self_attn.mla_attn.mla_attn"
+
+
+@pytest.fixture(scope="module")
+def latent(configured: Callable[..., Any], load: Load) -> Callable[..., Model]:
+    """Load a model with multi-head latent attention, by the attention back end that is named, or
+    vLLM's own choice for this processor.
+    """
+
+    def latent(**arguments: Any) -> Model:
+        config = llama_config(
+            hidden=128, intermediate=256, layers=2, heads=4, kv_heads=4, vocab=512, dtype="bfloat16", tied=False
+        ) | {
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 2,
+            "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "kv_lora_rank": 64, "q_lora_rank": None, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        }  # fmt: skip
+        del config["head_dim"]
+        absorbed = dict.fromkeys(("kv_a_proj_with_mqa", "q_proj", "kv_b_proj", "o_proj"), "Method")
+        return load(configured(config, load_format="dummy", **arguments), **absorbed)
+
+    return latent
+
+
 def test_absorption_of_mla_writes_into_nothing_that_is_shared(
-    configured: Callable[..., Any], load: Load
+    latent: Callable[..., Model],
 ) -> None:
     """The hook of the attention layer copies into its results where they are there already."""
-    shape = {
-        "hidden": 128,
-        "intermediate": 256,
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 4,
-        "vocab": 512,
-    }
-    config = llama_config(**shape, dtype="bfloat16", tied=False) | {
-        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 2,
-        "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "kv_lora_rank": 64, "q_lora_rank": None, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
-    }  # fmt: skip
-    del config["head_dim"]
-    absorbed = dict.fromkeys(("kv_a_proj_with_mqa", "q_proj", "kv_b_proj", "o_proj"), "Method")
-    model = load(configured(config, load_format="dummy"), **absorbed)
+    # With AMX vLLM would take another back end, which does not absorb.
+    model = latent(attention_backend="CPU_MLA")
     index = model.prove()
-    attention = "model.layers.1.self_attn.mla_attn.mla_attn"
-    mla = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
-    assert plan_of(index, attention) == ("replay", mla, [], WRITES)
+    assert plan_of(index, LATENT) == ("replay", MLA, [], WRITES)
     attached = model.attach(index)
-    layer = attached.get_submodule(attention)
+    layer = attached.get_submodule(LATENT)
     shared = {
         index.storages[record.storage or 0].segment
         for record in index.tensors
@@ -290,14 +298,32 @@ def test_absorption_of_mla_writes_into_nothing_that_is_shared(
     )
 
 
+def test_mla_that_packs_its_weights_for_amx_is_restored(latent: Callable[..., Model]) -> None:
+    """The operator that packs them has no fake, so that the hook cannot be replayed."""
+    model = latent()
+    backend = on_meta(model.packed.build).get_submodule(LATENT).attn_backend.get_name()
+    if backend != "AMX_MLA":
+        pytest.skip(f"vLLM runs MLA with {backend} on this processor, AMX_MLA needs AMX")
+    index = model.prove()
+    plan, method, _, reason = plan_of(index, LATENT)
+    assert (plan, method) == ("restore", MLA)
+    assert reason.endswith("the operator _C.convert_weight_packed.default has no fake")
+    assert model.packed.but(index=index).prove(model.hooks, index.modules) == index, (
+        "the bytes are as they were"
+    )
+    attached = model.attach(index)
+    assert attached.get_submodule(LATENT).impl._w_uk_packed.shape == (4, 64, 64)
+    assert attached.model.layers[1].self_attn.kv_b_proj.weight.numel() == 0
+
+
 def test_model_of_an_isolated_build_is_freed_though_it_would_be_compiled(
     llama: Any, load: Load
 ) -> None:
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(llama), engine.isolated_build(llama, keep=False):
+    with set_current_vllm_config(llama), build.isolated_build(llama, keep=False):
         # What is compiled is the model without its head.
-        compiled = weakref.ref(engine.build_on_meta(llama, llama.model_config).model)
+        compiled = weakref.ref(build.build_on_meta(llama, llama.model_config).model)
     gc.collect()
     assert compiled() is None
 

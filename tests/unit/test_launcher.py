@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from weightcached.errors import DeviceError
-from weightcached.preload import launcher as preload
+from weightcached.preload import launcher
 from weightcached.system.gpus import GpuInfo
 
 GPUS = [GpuInfo(f"GPU-0000000{n}-0000-4000-8000-000000000000", "H200", 1) for n in range(4)]
@@ -16,20 +16,20 @@ UUIDS = [gpu.uuid for gpu in GPUS]
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload, "list_gpus", lambda: GPUS)
+    monkeypatch.setattr(launcher, "list_gpus", lambda: GPUS)
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_gpus_are_taken_in_the_order_of_cuda_visible_devices() -> None:
-    assert preload.local_devices({"tensor_parallel_size": 2}, {}) == UUIDS[:2]
-    assert preload.local_devices(
+    assert launcher.local_devices({"tensor_parallel_size": 2}, {}) == UUIDS[:2]
+    assert launcher.local_devices(
         {"tensor_parallel_size": 2}, {"CUDA_VISIBLE_DEVICES": "3,1,0"}
     ) == [UUIDS[3], UUIDS[1]]
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_no_visible_gpu_means_host_memory() -> None:
-    assert preload.local_devices({"pipeline_parallel_size": 2}, {"CUDA_VISIBLE_DEVICES": ""}) == [
+    assert launcher.local_devices({"pipeline_parallel_size": 2}, {"CUDA_VISIBLE_DEVICES": ""}) == [
         "cpu0",
         "cpu1",
     ]
@@ -38,7 +38,7 @@ def test_no_visible_gpu_means_host_memory() -> None:
 @pytest.mark.usefixtures("four_gpus")
 def test_too_few_gpus_are_named() -> None:
     with pytest.raises(DeviceError) as e:
-        preload.local_devices({"tensor_parallel_size": 4}, {"CUDA_VISIBLE_DEVICES": "1,2"})
+        launcher.local_devices({"tensor_parallel_size": 4}, {"CUDA_VISIBLE_DEVICES": "1,2"})
     assert (
         str(e.value)
         == f"tensor_parallel_size 4 needs 4, 2 GPUs are visible: {UUIDS[1]}, {UUIDS[2]}"
@@ -48,14 +48,14 @@ def test_too_few_gpus_are_named() -> None:
 @pytest.mark.usefixtures("four_gpus")
 def test_a_node_of_several_takes_devices_for_its_own_ranks() -> None:
     assert (
-        preload.local_devices({"tensor_parallel_size": 8, "nnodes": 4, "node_rank": 3}, {})
+        launcher.local_devices({"tensor_parallel_size": 8, "nnodes": 4, "node_rank": 3}, {})
         == UUIDS[:2]
     )
 
 
 def test_machine_without_gpus_has_slots_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload, "list_gpus", list)
-    assert preload.local_devices({"data_parallel_size": 3}, {"CUDA_VISIBLE_DEVICES": "0"}) == [
+    monkeypatch.setattr(launcher, "list_gpus", list)
+    assert launcher.local_devices({"data_parallel_size": 3}, {"CUDA_VISIBLE_DEVICES": "0"}) == [
         "cpu0",
         "cpu1",
         "cpu2",

@@ -20,7 +20,7 @@ from tests.fakes.checkpoints import WEIGHTS, identity_of, write_checkpoint
 from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, Silence, StubDaemon, welcome
 from weightcache_loader import client
-from weightcache_loader.client import Attachment, Lease, attach, mismatch_text, release
+from weightcache_loader.client import Attachment, LeaseKeeper, attach, mismatch_text, release
 from weightcached.checkpoint.identity import full_digest, sample_digest
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -635,11 +635,11 @@ GONE = (
 REJOINED = "INFO rejoined the daemon of tiny/target, generation 3"
 
 
-def leased(path: Path, key: WeightCacheKey) -> Lease:
+def leased(path: Path, key: WeightCacheKey) -> LeaseKeeper:
     attachment = run(path, key)
     for fd in attachment.fds:
         fd.close()
-    return Lease(attachment.connection, path, attachment.ready)
+    return LeaseKeeper(attachment.connection, path, attachment.ready)
 
 
 def rejoining(*answers: Answer) -> Callable[[Request], Iterable[Answer]]:

@@ -13,9 +13,9 @@ from weightcached.segments.packing import (
     ALIGN_BYTES,
     SEGMENT_NBYTES,
     SMALL_NBYTES,
-    Layout,
-    Placement,
+    Packing,
     SegmentPlan,
+    StoragePlacement,
     StorageSpec,
     align_up,
     plan_segments,
@@ -25,7 +25,7 @@ MIB = 1 << 20
 PAGE = 4096
 
 
-def plan(*nbytes: int, segment_nbytes: int = MIB, granularity: int = PAGE) -> Layout:
+def plan(*nbytes: int, segment_nbytes: int = MIB, granularity: int = PAGE) -> Packing:
     return plan_segments(
         [StorageSpec(n) for n in nbytes], granularity=granularity, segment_nbytes=segment_nbytes
     )
@@ -95,18 +95,22 @@ def test_private_segment_is_last_and_holds_exactly_the_small_and_mutable(
 
 
 def test_nothing_is_no_segment() -> None:
-    assert plan() == Layout([], [])
+    assert plan() == Packing([], [])
 
 
 def test_storage_of_a_segments_size_fills_it() -> None:
-    assert plan(MIB, MIB) == Layout(
-        [SegmentPlan(MIB, False)] * 2, [Placement(0, 0), Placement(1, 0)]
+    assert plan(MIB, MIB) == Packing(
+        [SegmentPlan(MIB, False)] * 2, [StoragePlacement(0, 0), StoragePlacement(1, 0)]
     )
 
 
 def test_larger_storage_has_a_segment_of_its_own() -> None:
     layout = plan(MIB // 2, 3 * MIB + 1, MIB // 2)
-    assert layout.placements == [Placement(0, 0), Placement(1, 0), Placement(2, 0)]
+    assert layout.placements == [
+        StoragePlacement(0, 0),
+        StoragePlacement(1, 0),
+        StoragePlacement(2, 0),
+    ]
     assert [segment.nbytes for segment in layout.segments] == [MIB // 2, 3 * MIB + PAGE, MIB // 2]
 
 

@@ -30,7 +30,7 @@ from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
 from weightcached.index.tensors import TensorRecord
 from weightcached.model import pack, proof
 from weightcached.model.bind import (
-    NOT_THERE,
+    LOOKUP_ERRORS,
     Storages,
     copy_into,
     resolve_owner,
@@ -151,7 +151,7 @@ def test_dtypes_of_torch_are_all_here() -> None:
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
-@pytest.mark.parametrize("look", [proof.snapshot, pack.describe])
+@pytest.mark.parametrize("look", [proof.slots_of, pack.describe])
 @pytest.mark.filterwarnings(QUANTIZED_IS_DEPRECATED)
 def test_quantized_dtypes_are_refused_by_name(
     look: Callable[[nn.Module], Any], dtype: torch.dtype
@@ -214,7 +214,7 @@ def test_tensors_without_plain_memory_are_refused_by_name(
     make: Callable[[], torch.Tensor], text: str
 ) -> None:
     model = module(layer=module(held=[make()]))
-    for look in (proof.snapshot, pack.describe):
+    for look in (proof.slots_of, pack.describe):
         assert refusal(look, model).startswith(f"layer.held[0]: {text}")
 
 
@@ -902,7 +902,7 @@ def test_tensor_that_the_index_lacks_is_never_left_on_the_meta_device() -> None:
     "path", ["a.b.c", "weight.x", "held[0].y", "nothing['x']", "held['x']", "weight[0][1]"]
 )
 def test_paths_that_lead_nowhere_raise_what_binding_expects(path: str) -> None:
-    with pytest.raises(NOT_THERE):
+    with pytest.raises(LOOKUP_ERRORS):
         resolve_owner(module(weight=None, held=[None]), path + ".leaf")
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from weightcached.checkpoint import safetensors_header as headers
+from weightcached.checkpoint import safetensors_header
 from weightcached.checkpoint.identity import check_headers, record_checkpoint, sample_digest
 from weightcached.errors import CheckpointError
 
@@ -163,7 +163,7 @@ U63 = (1 << 63) - 1
             {**tensor(0, 4), "data_offsets": [0]},
             "is malformed: Expected `array` of length 2 - at `$.data_offsets`",
         ),
-        (tensor(0, 4, "Q7"), f"has dtype 'Q7': expected {', '.join(headers._BITS)}"),
+        (tensor(0, 4, "Q7"), f"has dtype 'Q7': expected {', '.join(safetensors_header._BITS)}"),
         (tensor(0, 4, shape=[-4]), "has shape [-4]: expected lengths from 0 to 2^63 - 1"),
         (
             tensor(0, 4, shape=[1 << 63]),

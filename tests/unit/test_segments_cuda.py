@@ -49,7 +49,7 @@ from weightcached.segments.cuda_driver import (
     PrimaryContext,
     Reservation,
 )
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd
 
 UUID = FakeGpu().uuid
@@ -84,8 +84,8 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine whose driver has a version and whose GPUs nobody uses, whatever this one has; empty
     afterwards.
     """
-    monkeypatch.setattr(devices, "holders", lambda uuid: [])
-    monkeypatch.setattr(devices, "kernel_driver_version", lambda: "580.159.03")
+    monkeypatch.setattr(gpus, "holders", lambda uuid: [])
+    monkeypatch.setattr(gpus, "kernel_driver_version", lambda: "580.159.03")
     yield
     for fake in list(FakeDriver.instances):
         fake.die()
@@ -692,9 +692,7 @@ def test_lack_of_memory_says_needed_free_total_and_holders(
 ) -> None:
     backend = open_gpu(driver)
     held = published(backend, b"x", nbytes=256 * MIB)
-    monkeypatch.setattr(
-        devices, "holders", lambda uuid: [devices.Holder(4711, "python3", 128 * MIB)]
-    )
+    monkeypatch.setattr(gpus, "holders", lambda uuid: [gpus.Holder(4711, "python3", 128 * MIB)])
     with pytest.raises(OutOfDeviceMemoryError) as e:
         backend.create(384 * MIB)
     assert str(e.value) == (
@@ -906,7 +904,7 @@ def test_granularity_is_the_minimum(driver: FakeDriver) -> None:
 def test_persistence_warning_is_for_this_device(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "persistence_warning", lambda uuid: f"off on {uuid}")
+    monkeypatch.setattr(gpus, "persistence_warning", lambda uuid: f"off on {uuid}")
     assert open_gpu(driver).persistence_warning() == f"off on {GPU}"
 
 

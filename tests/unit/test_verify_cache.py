@@ -15,8 +15,8 @@ from torch import nn
 
 from tests.fakes.models import Packed, an_index, random_bytes
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon
-from weightcached.cli import verify_cache as verify
-from weightcached.cli.verify_cache import verify_cache, wrong_storages
+from weightcached.cli import verify_cache
+from weightcached.cli.verify_cache import wrong_storages
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import SegmentRecord, StorageRecord
@@ -89,7 +89,7 @@ def test_storage_without_a_tensor_is_named_by_its_number() -> None:
 
 
 def test_long_storages_are_read_in_parts(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_READ_NBYTES", 999)
+    monkeypatch.setattr(verify_cache, "_READ_NBYTES", 999)
     assert list(wrong_storages(packed.index, packed.map())) == []
     assert list(wrong_storages(packed.index, mapped(packed, changed(packed, "large")))) == ["large"]
 
@@ -145,7 +145,7 @@ def test_cache_of_a_daemon_is_verified(
 ) -> None:
     fds = [*changed(packed, *names), sealed_memfd("index", index_format.encode(packed.index))]
     run(handing_out(packed, fds[:-1], fds[-1], len(fds)))
-    result = verify_cache("cpu0", "tiny/target")
+    result = verify_cache.verify_cache("cpu0", "tiny/target")
     close_all(fds)
     assert (result.cache, result.generation, result.mismatched) == ("tiny/target", 3, names)
     assert (result.nbytes, result.tensors) == (packed.index.nbytes, 4)
@@ -168,7 +168,7 @@ def test_cache_that_cannot_be_verified_is_explained(
 ) -> None:
     run(lambda request: [answer])
     with pytest.raises(WeightCacheUnavailableError) as e:
-        verify_cache("cpu0", "tiny/target")
+        verify_cache.verify_cache("cpu0", "tiny/target")
     assert str(e.value) == f"tiny/target on cpu0 cannot be verified: {text}"
 
 
@@ -178,7 +178,7 @@ def test_missing_segment_is_a_fault_of_the_daemon(
     fds = [*changed(packed), sealed_memfd("index", index_format.encode(packed.index))]
     run(handing_out(packed, fds[:-1], fds[-1], len(fds) - 1))
     with pytest.raises(ProtocolError) as e:
-        verify_cache("cpu0", "tiny/target")
+        verify_cache.verify_cache("cpu0", "tiny/target")
     close_all(fds)
     assert str(e.value) == "tiny/target: 1 segments came, the index names 2"
 
@@ -191,7 +191,7 @@ def test_index_that_is_not_sealed_is_a_fault_of_the_daemon(
     fds = [*changed(packed), unsealed]
     run(handing_out(packed, fds[:-1], unsealed, len(fds)))
     with pytest.raises(WeightcachedError) as e:
-        verify_cache("cpu0", "tiny/target")
+        verify_cache.verify_cache("cpu0", "tiny/target")
     close_all(fds)
     assert (
         str(e.value)
@@ -212,7 +212,7 @@ def test_daemon_that_hands_out_nothing_is_a_fault_of_the_daemon(
     )
     run(lambda request: [ready])
     with pytest.raises(ProtocolError) as e:
-        verify_cache("cpu0", "tiny/target")
+        verify_cache.verify_cache("cpu0", "tiny/target")
     assert str(e.value) == "tiny/target: the daemon handed out no index"
 
 
@@ -220,12 +220,12 @@ def test_verifying_imports_no_torch(packed: Packed) -> None:
     index = msgspec.structs.replace(packed.index)
     fds = [*packed.fds, sealed_memfd("index", index_format.encode(index))]
     code = (
-        "import sys; from weightcached.cli import verify_cache as verify;"
+        "import sys; from weightcached.cli import verify_cache;"
         "from weightcached.index import tensors as index; from weightcached.segments.api import open_backend;"
         "from weightcached.system.fds import OwnedFd, read_sealed; *s, i = [OwnedFd(int(a)) for a in sys.argv[1:]];"
         "x = index.decode(read_sealed(i.fileno(), max_nbytes=1 << 30));"
         "m = open_backend('cpu0').map(s, [r.nbytes for r in x.segments]);"
-        "print(list(verify.wrong_storages(x, m)), [m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+        "print(list(verify_cache.wrong_storages(x, m)), [m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
     )
     numbers = [fd.fileno() for fd in fds]
     done = subprocess.run(

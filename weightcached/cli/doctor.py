@@ -46,6 +46,9 @@ KERNEL_MIN = (5, 3)
 # A GPU of 300 GiB in segments of 1 GiB, twice during a reload, and some hundred engines; the unit
 # asks for more.
 OPEN_FILES_MIN = 2048
+CPUINFO = Path("/proc/cpuinfo")
+# What vLLM's CPU build asks of an x86 processor before it takes its library with 4-bit kernels.
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU
 # is broken.
 _ASK_INTERPRETER = """
@@ -82,8 +85,8 @@ def examine() -> list[Finding]:
     findings += _unreachable_units()
     findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
-    findings += [finding, *_checkpoints(manifest)]
-    return [*findings, *_interpreters(manifest), *_gpus(manifest), *_sockets()]
+    findings += [finding, *_checkpoints(manifest), *_interpreters(manifest)]
+    return [*findings, *_processor(manifest), *_gpus(manifest), *_sockets()]
 
 
 def _manifest() -> tuple[Manifest | None, Finding]:
@@ -410,6 +413,20 @@ def _interpreter(python: str) -> Finding:
 
 def _edit() -> str:
     return str(config_home() / "weightcached/manifest.yaml")
+
+
+def _processor(manifest: Manifest | None) -> Iterator[Finding]:
+    """What vLLM's CPU build can run here, if a model is placed in host memory."""
+    placed = [device for model in manifest.models for device in model.devices] if manifest else []
+    # Other architectures than x86 list no such flags, and have one library.
+    flags = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(encoding="utf-8"), re.MULTILINE)
+    if flags is None or not any(is_host_device(device) for device in placed):
+        return
+    if set(flags[1].split()) >= AVX512:
+        yield Finding("processor", "ok", "AVX-512: vLLM's CPU build runs 4-bit weights too")
+    else:
+        text = "no AVX-512: engines of vLLM's CPU build end on 4-bit weights (AWQ, GPTQ, W4A16), from disk too"
+        yield Finding("processor", "ok", text)
 
 
 def _gpus(manifest: Manifest | None) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from weightcached.cli.status import bytes_text, columns, progress_text, seconds_
 from weightcached.errors import WeightcachedError
 from weightcached.index.sharing import reasons
 from weightcached.index.tensors import ModulePlan, TensorIndex
-from weightcached.wire.fetch import read_index
+from weightcached.wire.fetch import fetch_index
 from weightcached.wire.messages import CacheStatus, StatusReply
 
 SHOWN_NAMES = 3
@@ -51,7 +51,7 @@ def _report(device: str, status: CacheStatus) -> Report:
             status.error or f"no generation is served, its state is {status.state}",
         )
     try:
-        return Report(device, status, read_index(device, status.name, for_what="explained"), "")
+        return Report(device, status, fetch_index(device, status.name, for_what="explained"), "")
     except WeightcachedError as e:
         return Report(device, status, None, str(e))
 

@@ -58,7 +58,7 @@ def reload_all(
             ready = waiting.select(max(0.0, deadline_s - time.monotonic()))
             for key, _ in ready:
                 assert isinstance(key.fileobj, Connection)
-                outcome = _step(key.data, key.fileobj, display)
+                outcome = _receive_reply(key.data, key.fileobj, display)
                 if outcome is not None:
                     waiting.unregister(key.fd)
                     ended[key.data] = outcome
@@ -71,16 +71,16 @@ def reload_all(
     return {device: ended[device] for device in devices}
 
 
-def _step(
+def _receive_reply(
     device: str, connection: Connection, display: ProgressDisplay
 ) -> WeightcachedError | ReloadReply | None:
     try:
-        return _judged(device, connection.receive(ANSWER_TIMEOUT_S)[0], display)
+        return _handle_reply(device, connection.receive(ANSWER_TIMEOUT_S)[0], display)
     except WeightcachedError as e:
         return e
 
 
-def _judged(
+def _handle_reply(
     device: str, reply: Reply, display: ProgressDisplay
 ) -> WeightcachedError | ReloadReply | None:
     if isinstance(reply, Progress | Loading):

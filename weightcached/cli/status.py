@@ -70,7 +70,7 @@ def ask_all(devices: Sequence[str]) -> Answers:
     answers: dict[str, StatusReply | WeightcachedError] = {}
 
     def ask(device: str) -> None:
-        answers[device] = _caught(lambda: ask_status(device))
+        answers[device] = _call_or_error(lambda: ask_status(device))
 
     threads = [threading.Thread(target=ask, args=(device,)) for device in devices[1:]]
     for thread in threads:
@@ -85,7 +85,7 @@ def ask_all(devices: Sequence[str]) -> Answers:
     )
 
 
-def _caught(call: Callable[[], _T]) -> _T | WeightcachedError:
+def _call_or_error(call: Callable[[], _T]) -> _T | WeightcachedError:
     try:
         return call()
     except WeightcachedError as e:

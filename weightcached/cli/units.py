@@ -75,7 +75,9 @@ def systemctl(*arguments: str) -> str:
             f"systemctl --user {arguments[0]} did not end within {COMMAND_TIMEOUT_S:.0f} s"
         ) from e
     if done.returncode:
-        raise UnitError(f"{_said(done.stderr, done.returncode)}: see 'weightcachectl doctor'")
+        raise UnitError(
+            f"{_first_words(done.stderr, done.returncode)}: see 'weightcachectl doctor'"
+        )
     return done.stdout
 
 
@@ -88,7 +90,7 @@ def reload_manager() -> bool:
     return True
 
 
-def _said(stderr: str, status: int) -> str:
+def _first_words(stderr: str, status: int) -> str:
     lines = stderr.strip().splitlines()
     return lines[0].rstrip(".") if lines else f"systemctl ended with status {status}"
 
@@ -110,7 +112,9 @@ def failures() -> dict[str, WeightcachedError]:
             line.split()[0].removeprefix("weightcached@").removesuffix(".service")
             for line in listed.splitlines()
         ]
-        found = {device: judged("start", device, unit_state(device)) for device in devices}
+        found = {
+            device: check_unit_state("start", device, unit_state(device)) for device in devices
+        }
     except UnitError:
         return {}
     return {device: error for device, error in found.items() if error is not None}
@@ -138,7 +142,7 @@ def run_job(
                 ended[device] = e
                 continue
             if is_over(state, jobs.setdefault(device, state.job)):
-                ended[device] = judged(verb, device, state, before.get(device))
+                ended[device] = check_unit_state(verb, device, state, before.get(device))
                 continue
             before[device] = state
             if verb != "stop":
@@ -157,7 +161,7 @@ def is_over(state: UnitState, job: str) -> bool:
     return state.job in ("", "0") or state.job != job
 
 
-def judged(
+def check_unit_state(
     verb: Verb, device: str, state: UnitState, before: UnitState | None = None
 ) -> UnitError | None:
     """None where the unit is as `verb` wants it, else the reason, with the daemon's last words.
@@ -177,16 +181,16 @@ def judged(
     nothing = f"no message; journalctl --user -u {unit}"
     if state.active == "activating" and state.sub != "auto-restart":
         # The next attempt: the unit tells nothing of the one before any more, its journal does.
-        words = (_last_line(before) or before.status_text) if before else ""
+        words = (_read_last_line(before) or before.status_text) if before else ""
         return UnitError(f"{unit} failed, systemd tries again: {words or nothing}")
     again = ", systemd tries again" if state.sub == "auto-restart" else ""
-    words = state.status_text or _last_line(state) or nothing
+    words = state.status_text or _read_last_line(state) or nothing
     return UnitError(
         f"{unit} is {state.active} ({state.result}, status {state.exit_status}{again}): {words}"
     )
 
 
-def _last_line(state: UnitState) -> str:
+def _read_last_line(state: UnitState) -> str:
     """The last line that the daemon of this run logged, "" where there is no journal."""
     command = [
         "journalctl",

@@ -17,7 +17,7 @@ import xxhash
 from weightcached.index.tensors import TensorIndex
 from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.fds import close_all
-from weightcached.wire.fetch import hand_out
+from weightcached.wire.fetch import fetch_generation
 
 # Small enough that the allocator gives the same memory again: fresh pages cost more than the copy
 # out of the device.
@@ -64,17 +64,17 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
     it does not map, ProtocolError and IndexFormatError for what a daemon must not hand out.
     """
     began = time.monotonic()
-    handout = hand_out(device, cache, for_what="verified")
-    index = handout.index
+    fetched = fetch_generation(device, cache, for_what="verified")
+    index = fetched.index
     try:
-        mapping = open_backend(device).map(handout.fds, [s.nbytes for s in index.segments])
+        mapping = open_backend(device).map(fetched.fds, [s.nbytes for s in index.segments])
     finally:
-        close_all(handout.fds)
+        close_all(fetched.fds)
     try:
         wrong = list(wrong_storages(index, mapping))
     finally:
         mapping.close()
     seconds = time.monotonic() - began
     return VerifyResult(
-        cache, handout.ready.generation, index.nbytes, len(index.tensors), seconds, wrong
+        cache, fetched.ready.generation, index.nbytes, len(index.tensors), seconds, wrong
     )

@@ -37,7 +37,7 @@ class _Group(click.Group):
             sys.exit(e.exit_status)
 
 
-def _checked_devices(
+def _check_devices(
     ctx: click.Context, param: click.Parameter, devices: Sequence[str]
 ) -> tuple[str, ...]:
     from weightcached.system.paths import check_device
@@ -49,17 +49,17 @@ def _checked_devices(
 
 
 _optional_devices = click.argument(
-    "devices", metavar="[DEVICE]...", nargs=-1, callback=_checked_devices
+    "devices", metavar="[DEVICE]...", nargs=-1, callback=_check_devices
 )
 _devices = click.argument(
-    "devices", metavar="DEVICE...", nargs=-1, required=True, callback=_checked_devices
+    "devices", metavar="DEVICE...", nargs=-1, required=True, callback=_check_devices
 )
 _on_devices = click.option(
     "--device",
     "devices",
     metavar="DEVICE",
     multiple=True,
-    callback=_checked_devices,
+    callback=_check_devices,
     help="Only there; repeatable.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
@@ -105,22 +105,22 @@ def status(devices: Sequence[str], as_json: bool, watch: bool) -> None:
 
 
 def _show_status(devices: Sequence[str], as_json: bool) -> int:
-    from weightcached.cli import status as ctl_status
+    from weightcached.cli import status
 
     answers = _ask(devices)
     if as_json:
-        _print_json(ctl_status.as_json(answers.replies))
+        _print_json(status.as_json(answers.replies))
     elif answers.replies:
-        click.echo("\n".join(ctl_status.as_table(answers.replies)))
+        click.echo("\n".join(status.as_table(answers.replies)))
     return 0 if answers.replies else EXIT_NO_DAEMON
 
 
 def _ask(devices: Sequence[str]) -> Answers:
     """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr."""
-    from weightcached.cli import status as ctl_status
+    from weightcached.cli import status
 
-    asked = list(devices) or ctl_status.devices_with_socket()
-    answers = ctl_status.ask_all(asked)
+    asked = list(devices) or status.devices_with_socket()
+    answers = status.ask_all(asked)
     for device, error in answers.errors.items():
         complain(f"{device}: {error}")
     for reply in answers.replies:
@@ -131,20 +131,20 @@ def _ask(devices: Sequence[str]) -> Answers:
     if not asked:
         from weightcached.system.paths import runtime_dir
 
-        complain(str(ctl_status.no_daemon(runtime_dir())))
+        complain(str(status.no_daemon(runtime_dir())))
     return answers
 
 
 def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
-    from weightcached.cli import status as ctl_status
+    from weightcached.cli import status
 
     clears = sys.stdout.isatty() and not as_json
     shown = ""
     try:
         while True:
-            answers = ctl_status.ask_all(list(devices) or ctl_status.devices_with_socket())
+            answers = status.ask_all(list(devices) or status.devices_with_socket())
             lines = (
-                [json.dumps(ctl_status.as_json(answers.replies))] if as_json else _watched(answers)
+                [json.dumps(status.as_json(answers.replies))] if as_json else _watch_lines(answers)
             )
             text = "\n".join(lines)
             if text != shown:
@@ -155,10 +155,10 @@ def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
         _exit(0)
 
 
-def _watched(answers: Answers) -> list[str]:
-    from weightcached.cli import status as ctl_status
+def _watch_lines(answers: Answers) -> list[str]:
+    from weightcached.cli import status
 
-    table = ctl_status.as_table(answers.replies) if answers.replies else ["no daemon answers"]
+    table = status.as_table(answers.replies) if answers.replies else ["no daemon answers"]
     return table + [f"{device}: {error}" for device, error in answers.errors.items()]
 
 
@@ -233,15 +233,15 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     'weightcachectl reload' brings it back.
     Exit status: 0 freed, 1 refused or no such cache, 3 no daemon answered.
     """
-    from weightcached.cli import reload as ctl_reload
+    from weightcached.cli import reload
 
     answers = _ask(devices)
     if not answers.replies:
         _exit(EXIT_NO_DAEMON)
     failed = False
-    for device, name in ctl_reload.holders(answers.replies, cache):
+    for device, name in reload.holders(answers.replies, cache):
         try:
-            ctl_reload.drop(device, name, force=force)
+            reload.drop(device, name, force=force)
             click.echo(f"{device} {name}: dropped")
         except WeightcachedError as e:
             complain(f"{device} {name}: {e}")
@@ -256,15 +256,15 @@ def devices(as_json: bool) -> None:
 
     GPUs of this machine, and what else the manifest or a socket names.
     """
-    from weightcached.cli import devices as ctl_devices
+    from weightcached.cli import devices
 
-    found, problems = ctl_devices.all_devices()
+    found, problems = devices.all_devices()
     for problem in problems:
         complain(problem)
     if as_json:
-        _print_json(ctl_devices.as_json(found))
+        _print_json(devices.as_json(found))
     else:
-        click.echo("\n".join(ctl_devices.as_table(found)))
+        click.echo("\n".join(devices.as_table(found)))
 
 
 @main.command()
@@ -281,17 +281,17 @@ def plan(as_json: bool, manifest: Path | None) -> None:
     Read from the manifest, with about the size of each, before anything loads.
     Exit status: 0 shown, 78 the manifest is wrong.
     """
-    from weightcached.cli import plan as ctl_plan
+    from weightcached.cli import plan
     from weightcached.config.manifest import load_manifest
     from weightcached.system.paths import manifest_path
 
-    rows, problems = ctl_plan.rows_of(load_manifest(manifest_path(manifest)))
+    rows, problems = plan.rows_of(load_manifest(manifest_path(manifest)))
     for problem in problems:
         complain(problem)
     if as_json:
-        _print_json(ctl_plan.as_json(rows))
+        _print_json(plan.as_json(rows))
     else:
-        click.echo("\n".join(ctl_plan.as_table(rows)))
+        click.echo("\n".join(plan.as_table(rows)))
 
 
 @main.command()
@@ -351,9 +351,9 @@ def install() -> None:
     in the way.
     """
     from weightcached.cli.units import reload_manager
-    from weightcached.system import units as files
+    from weightcached.system import units
 
-    outcomes = files.install()
+    outcomes = units.install()
     _report_files(outcomes)
     if not reload_manager():
         click.echo(
@@ -375,9 +375,9 @@ def uninstall() -> None:
     Exit status: 0 also where edited files are left; they are named.
     """
     from weightcached.cli.units import reload_manager
-    from weightcached.system import units as files
+    from weightcached.system import units
 
-    _report_files(files.uninstall())
+    _report_files(units.uninstall())
     reload_manager()
 
 
@@ -395,13 +395,13 @@ def doctor(as_json: bool) -> None:
     Each finding is one line, with the command that mends it.
     Exit status: 0 nothing failed (warnings count as that), 1 something failed.
     """
-    from weightcached.cli import doctor as checks
+    from weightcached.cli import doctor
 
-    findings = checks.examine()
+    findings = doctor.examine()
     if as_json:
         _print_json({"findings": [finding._asdict() for finding in findings]})
     else:
-        click.echo("\n".join(checks.as_line(finding) for finding in findings))
+        click.echo("\n".join(doctor.as_line(finding) for finding in findings))
     _exit(EXIT_FAILURE if any(finding.level == "fail" for finding in findings) else 0)
 
 
@@ -415,14 +415,14 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
     CACHE is a model's name or MODEL/ROLE; all ready caches without it.
     Exit status: 0 all equal, 1 something differs or could not be read, 3 no daemon answered.
     """
-    from weightcached.cli import verify as ctl_verify
+    from weightcached.cli import verify
 
     answers = _ask(devices)
     if not answers.replies:
         _exit(EXIT_NO_DAEMON)
     failed = False
-    for device, name in ctl_verify.ready_caches(answers.replies, cache):
-        equal, text = ctl_verify.verify(device, name)
+    for device, name in verify.ready_caches(answers.replies, cache):
+        equal, text = verify.verify(device, name)
         if equal:
             click.echo(text)
         else:
@@ -445,17 +445,17 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
     tensors each engine copies and by which rule, and where the loader's proof refused the model.
     Exit status: 0 shown, 1 it is not served, 3 no daemon answered.
     """
-    from weightcached.cli import explain as ctl_explain
+    from weightcached.cli import explain
     from weightcached.cli.reload import holders
 
     answers = _ask(devices)
     if not answers.replies:
         _exit(_explain_failed_units(devices))
-    found = ctl_explain.reports(answers.replies, holders(answers.replies, cache))
+    found = explain.reports(answers.replies, holders(answers.replies, cache))
     if as_json:
-        _print_json(ctl_explain.as_json(found))
+        _print_json(explain.as_json(found))
     else:
-        click.echo("\n".join(ctl_explain.as_lines(found, each=each)))
+        click.echo("\n".join(explain.as_lines(found, each=each)))
     _exit(EXIT_FAILURE if any(report.index is None for report in found) else 0)
 
 

@@ -13,7 +13,7 @@ import click
 from weightcached import __version__
 from weightcached.daemon import logs
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S
-from weightcached.daemon.main import Options, run
+from weightcached.daemon.main import ServeOptions, run
 from weightcached.daemon.session import IDLE_TIMEOUT_S
 from weightcached.errors import WeightcachedError
 
@@ -92,7 +92,7 @@ def serve(
     logs.configure(log_level)
     _end(
         lambda: run(
-            Options(
+            ServeOptions(
                 device=device,
                 manifest=manifest.absolute() if manifest else None,
                 socket_dir=socket_dir.absolute() if socket_dir else None,
@@ -169,10 +169,10 @@ def preload(
 
     Exit status: 0 stopped, 2 bad usage, else that of the rank that died.
     """
-    from weightcached.preload import launcher as command
+    from weightcached.preload import launcher
 
     logs.configure("info")
-    options = command.Options(
+    options = launcher.PreloadOptions(
         arguments=arguments,
         socket_dir=weight_cache_socket_dir,
         master_port=weight_cache_master_port,
@@ -182,7 +182,7 @@ def preload(
         loader_command=loader_command,
         parser_command=shlex.split(parser_command) if parser_command else None,
     )
-    _end(lambda: command.run(options))
+    _end(lambda: launcher.run(options))
 
 
 @main.command()

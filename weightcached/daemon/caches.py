@@ -52,7 +52,8 @@ class Generation:
         self.role: Role = index.role
         self.number = index.generation
         self.key = index.key
-        self.inputs = index.inputs
+        self.versions = index.versions
+        self.environment = index.environment
         self.spec_digest = index.spec_digest
         self.segment_nbytes = [segment.nbytes for segment in index.segments]
         self.tensors = len(index.tensors)

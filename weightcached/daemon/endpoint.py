@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _BACKLOG = 32
 
 
-class Place:
+class Endpoint:
     """Lock and socket of `device` in `directory`. Raises RuntimePathError, and DeviceBusyError for
     a lock that is held.
 
@@ -46,7 +46,7 @@ class Place:
 
     def __enter__(self) -> Self:
         create_runtime_dir(self._directory)
-        self._lock_fd = _locked(self._device, self._lock_path)
+        self._lock_fd = _take_lock(self._device, self._lock_path)
         return self
 
     def __exit__(
@@ -79,13 +79,13 @@ class Place:
         """Whether what stands under the socket's name, if anything, is not what was bound."""
         return self._bound is not None and _identity(self.socket) != self._bound
 
-    def take_again(self) -> socket.socket:
+    def restore(self) -> socket.socket:
         """Make what is gone once more: directory, lock, socket. What others put there is left
         alone.
         """
         create_runtime_dir(self._directory)
         if _identity(self._lock_path) != _identity(self._lock_fd):
-            lock_fd = _locked(self._device, self._lock_path)
+            lock_fd = _take_lock(self._device, self._lock_path)
             os.close(self._lock_fd)
             self._lock_fd = lock_fd
         return self.listen()
@@ -104,7 +104,7 @@ def _identity(file: Path | int) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
-def _locked(device: str, path: Path) -> int:
+def _take_lock(device: str, path: Path) -> int:
     """A descriptor that holds the lock. The file stays: unlinking it would let two daemons lock two
     files.
     """

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 # In units of work; one is about what a status costs.
 REQUEST_UNITS = 1
 GREETING_UNITS = 2
-BURIAL_UNITS = 1
+CLOSE_UNITS = 1
 _BYTES_PER_UNIT = 4096
 # About 1 ms between two looks at the sockets.
 _UNITS_AT_ONCE = 2
@@ -22,7 +22,7 @@ _UNITS_AT_ONCE = 2
 # event loop waiting.
 _DESCRIPTORS_PAUSE_S = 0.002
 # Connections must end faster than they can come, or those that wait for their end would pile up.
-_BURIALS_PAUSE_S = 0.001
+_CLOSE_PAUSE_S = 0.001
 # A message of the largest size takes up to 15 ms: no more than one falls into the 50 ms of a
 # status.
 _LARGE_PAUSE_S = 0.1
@@ -84,7 +84,7 @@ class Turns:
         """What was done in the last turn turned out to be more: the next one is later for it."""
         account.start += units
 
-    def _let_go(self) -> None:
+    def _wake_waiting(self) -> None:
         left = self._units
         while self._waiting and left > 0:
             start, _, units, turn = heapq.heappop(self._waiting)
@@ -102,9 +102,9 @@ class Turns:
         self._scheduled = True
         loop = asyncio.get_running_loop()
         if after_s:
-            loop.call_later(after_s, self._let_go)
+            loop.call_later(after_s, self._wake_waiting)
         else:
-            loop.call_soon(self._let_go)
+            loop.call_soon(self._wake_waiting)
 
 
 class Queues:
@@ -115,7 +115,7 @@ class Queues:
     def __init__(self) -> None:
         self.requests = Turns(units=_UNITS_AT_ONCE)
         self.descriptors = Turns(units=1, pause_s=_DESCRIPTORS_PAUSE_S)
-        self.burials = Turns(units=1, pause_s=_BURIALS_PAUSE_S)
+        self.closing = Turns(units=1, pause_s=_CLOSE_PAUSE_S)
         self.large = Turns(units=1, pause_s=_LARGE_PAUSE_S)
 
 
@@ -126,12 +126,12 @@ class Ticket:
         self._queues = queues
         self._requests = queues.requests.account(pid)
         self._descriptors = queues.descriptors.account(pid)
-        self._burials = queues.burials.account(pid)
+        self._closing = queues.closing.account(pid)
         self._large = queues.large.account(pid)
 
     async def turn(self, units: int = REQUEST_UNITS) -> None:
         """Return when something may be done for it: a packet received, a connection greeted or
-        buried.
+        closed.
         """
         await self._queues.requests.take(self._requests, units)
 
@@ -142,9 +142,9 @@ class Ticket:
     async def descriptors_turn(self) -> None:
         await self._queues.descriptors.take(self._descriptors)
 
-    async def burial_turn(self) -> None:
+    async def close_turn(self) -> None:
         """For a connection that ends with descriptors in it."""
-        await self._queues.burials.take(self._burials)
+        await self._queues.closing.take(self._closing)
 
     async def large_turn(self) -> None:
         await self._queues.large.take(self._large)

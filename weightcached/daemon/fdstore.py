@@ -25,7 +25,7 @@ from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
 from weightcached.system.notify import LISTEN_FDS_START
 from weightcached.system.paths import is_host_device
@@ -281,5 +281,5 @@ def current_driver(device: str) -> str | None:
     """
     if is_host_device(device):
         return None
-    version = devices.kernel_driver_version()
-    return None if version == "unknown" else devices.driver_name(version)
+    version = gpus.kernel_driver_version()
+    return None if version == "unknown" else gpus.driver_name(version)

@@ -135,19 +135,19 @@ class LoaderRun:
         child killed.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        waits = self._waits
+        waits = self._has_to_wait
         try:
             with ours:
                 with theirs:
                     child = self._start(theirs.fileno(), waits=waits)
                 ours.setblocking(False)
-                async with child, self._turn_given(ours, waits=waits):
+                async with child, self._announce_turn(ours, waits=waits):
                     await self._receive(ours, child)
                     # Published only once the child is gone: its device context counts against the
                     # first engine's memory, and the next load's.
-                    await self._hear_out(ours, child)
+                    await self._follow_tuning(ours, child)
                     await self._await_exit(child)
-            return await asyncio.to_thread(self._check)
+            return await asyncio.to_thread(self._check_delivery)
         except BaseException:
             close_all([*self._segments, *([self._index] if self._index else [])])
             raise
@@ -174,11 +174,11 @@ class LoaderRun:
         return child
 
     @property
-    def _waits(self) -> bool:
+    def _has_to_wait(self) -> bool:
         return not self._turn.is_set()
 
     @contextlib.asynccontextmanager
-    async def _turn_given(self, ours: socket.socket, *, waits: bool) -> AsyncIterator[None]:
+    async def _announce_turn(self, ours: socket.socket, *, waits: bool) -> AsyncIterator[None]:
         """Tell a waiting child when its turn has come."""
         if not waits:
             yield
@@ -202,14 +202,14 @@ class LoaderRun:
         """Take messages until the delivery is complete or the child has hung up."""
         loop = asyncio.get_running_loop()
         self._deadline_s = loop.time() + self._stall_timeout_s
-        while not self._complete:
+        while not self._is_complete:
             try:
                 packet = await self._next_packet(ours, child)
             except (EOFError, OSError):
                 return
             except ProtocolError as e:
-                raise self._protocol_fault(str(e)) from e
-            if self._take(packet):
+                raise self._protocol_error(str(e)) from e
+            if self._handle_packet(packet):
                 self._deadline_s = loop.time() + self._stall_timeout_s
 
     async def _next_packet(self, ours: socket.socket, child: Child) -> Packet:
@@ -222,7 +222,9 @@ class LoaderRun:
             try:
                 while not child.exit.done():
                     left_s = (
-                        self._stall_timeout_s if self._waits else self._deadline_s - loop.time()
+                        self._stall_timeout_s
+                        if self._has_to_wait
+                        else self._deadline_s - loop.time()
                     )
                     await asyncio.wait(
                         {listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
@@ -230,11 +232,11 @@ class LoaderRun:
                     if listener.done():
                         return listener.result()
                     if (
-                        not self._waits
+                        not self._has_to_wait
                         and loop.time() >= self._deadline_s
                         and not child.exit.done()
                     ):
-                        raise self._stalled()
+                        raise self._stall_error()
             finally:
                 listener.cancel()
                 await asyncio.gather(listener, return_exceptions=True)
@@ -245,10 +247,10 @@ class LoaderRun:
             raise EOFError from e
 
     @property
-    def _complete(self) -> bool:
+    def _is_complete(self) -> bool:
         return self._index is not None and len(self._segments) == self._expected
 
-    def _take(self, packet: Packet) -> bool:
+    def _handle_packet(self, packet: Packet) -> bool:
         """Act on one packet. Returns whether it was progress; keeps or closes its descriptors."""
         fds = packet.fds
         try:
@@ -270,7 +272,7 @@ class LoaderRun:
                 fds = []
             return True
         except ProtocolError as e:
-            raise self._protocol_fault(str(e)) from e
+            raise self._protocol_error(str(e)) from e
         finally:
             close_all(fds)
 
@@ -296,19 +298,19 @@ class LoaderRun:
                 f"of {self._expected} was next"
             )
 
-    def _stalled(self) -> LoadFailedError:
+    def _stall_error(self) -> LoadFailedError:
         return LoadFailedError(
             f"loader of {self._name} made no progress for {self._stall_timeout_s:.0f} s, last: {self._last}: "
             "it was killed; its last lines are in the log"
         )
 
-    def _protocol_fault(self, what: str) -> LoadFailedError:
+    def _protocol_error(self, what: str) -> LoadFailedError:
         return LoadFailedError(
             f"loader of {self._name} broke the protocol: {what}; it was killed. Is the weightcached of "
             f"{self._command[0]} the daemon's version?"
         )
 
-    async def _hear_out(self, ours: socket.socket, child: Child) -> None:
+    async def _follow_tuning(self, ours: socket.socket, child: Child) -> None:
         """Let a child that has delivered everything go on, to tune kernels, for as long as it tells
         of progress.
         """
@@ -316,7 +318,7 @@ class LoaderRun:
         self._deadline_s = loop.time() + _EXIT_TIMEOUT_S
         # Nobody needs what it says now, nor that it says it well.
         with contextlib.suppress(EOFError, OSError, ProtocolError, LoadFailedError):
-            while self._complete:
+            while self._is_complete:
                 packet = await self._next_packet(ours, child)
                 close_all(packet.fds)
                 if self._is_progress(decode_loader(packet.data)):
@@ -334,7 +336,7 @@ class LoaderRun:
                 status: int | None = await asyncio.shield(child.exit)
         except TimeoutError:
             status = None
-        if self._complete:
+        if self._is_complete:
             if status != 0:
                 log.warning(
                     "loader delivered everything and ended badly cache=%s status=%s",
@@ -342,9 +344,9 @@ class LoaderRun:
                     status,
                 )
             return
-        raise LoadFailedError(self._death(status, child.last_error_line))
+        raise LoadFailedError(self._describe_exit(status, child.last_error_line))
 
-    def _death(self, status: int | None, last_line: str) -> str:
+    def _describe_exit(self, status: int | None, last_line: str) -> str:
         name = f"loader of {self._name}"
         if status is None:
             return f"{name} closed its socket and then ran on for {_EXIT_TIMEOUT_S:.0f} s: it was killed"
@@ -360,7 +362,7 @@ class LoaderRun:
             return f"{name} ended with status 0 and delivered no index"
         return f"{name} ended with status 0 and delivered {len(self._segments)} of {self._expected} segments"
 
-    def _check(self) -> Delivery:
+    def _check_delivery(self) -> Delivery:
         """Hold the delivery against what was asked for. Runs in a thread: an index may be large."""
         if self._index is None:
             raise AssertionError("an incomplete delivery is never checked")
@@ -368,17 +370,17 @@ class LoaderRun:
             data = read_sealed(self._index.fileno(), max_nbytes=MAX_INDEX_BYTES)
             index = decode(data)
         except (ValueError, IndexFormatError) as e:
-            raise self._protocol_fault(str(e)) from e
+            raise self._protocol_error(str(e)) from e
         for field in ("device", "cache", "role", "generation", "spec_digest", "boot_id"):
             asked, got = getattr(self._request, field), getattr(index, field)
             if asked != got:
-                raise self._protocol_fault(f"its index has {field} {got!r}, asked was {asked!r}")
+                raise self._protocol_error(f"its index has {field} {got!r}, asked was {asked!r}")
         if len(index.segments) != len(self._segments):
-            raise self._protocol_fault(
+            raise self._protocol_error(
                 f"its index lists {len(index.segments)} segments, {len(self._segments)} came"
             )
         if is_host_device(self._request.device) != (index.backend == "host"):
-            raise self._protocol_fault(
+            raise self._protocol_error(
                 f"its index has backend {index.backend!r} for device {index.device}"
             )
         if index.backend == "host":
@@ -387,7 +389,7 @@ class LoaderRun:
             ):
                 fault = host_segment_fault(fd.fileno(), segment.nbytes)
                 if fault:
-                    raise self._protocol_fault(f"segment {number} {fault}")
+                    raise self._protocol_error(f"segment {number} {fault}")
         return Delivery(index, digest_of(data), self._index, self._segments)
 
 

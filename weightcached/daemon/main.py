@@ -24,7 +24,7 @@ from weightcached.daemon import fdstore
 from weightcached.daemon.caches import Caches, Generation
 from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.counters import Tally
-from weightcached.daemon.endpoint import Place
+from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.fairness import Queues
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
@@ -58,7 +58,7 @@ _SWITCH_INTERVAL_S = 0.001
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """What the command line gives. `loader_command`, and the two times, are there for tests and for
     emergencies.
     """
@@ -72,7 +72,7 @@ class Options:
     idle_timeout_s: float = IDLE_TIMEOUT_S
 
 
-def run(options: Options) -> int:
+def run(options: ServeOptions) -> int:
     """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before
     it serves.
     """
@@ -81,11 +81,11 @@ def run(options: Options) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     device = check_device(options.device)
     directory = options.socket_dir or runtime_dir()
-    with Place(device, directory) as place:
+    with Endpoint(device, directory) as endpoint:
         _raise_descriptor_limit()
         store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
         adopted = _adopt(device, store)
-        return asyncio.run(_live(options, place, place.listen(), store, adopted))
+        return asyncio.run(_live(options, endpoint, endpoint.listen(), store, adopted))
 
 
 def _raise_descriptor_limit() -> None:
@@ -117,15 +117,15 @@ def _boot_id() -> str:
 
 
 async def _live(
-    options: Options,
-    place: Place,
+    options: ServeOptions,
+    endpoint: Endpoint,
     listener: socket.socket,
     store: fdstore.FdStore,
     adopted: list[Generation],
 ) -> int:
     """From the bound socket to the exit status."""
     _shorten_stalls()
-    daemon = Daemon(options, place, listener, store, adopted)
+    daemon = Daemon(options, endpoint, listener, store, adopted)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -165,8 +165,8 @@ class Daemon:
 
     def __init__(
         self,
-        options: Options,
-        place: Place,
+        options: ServeOptions,
+        endpoint: Endpoint,
         listener: socket.socket,
         store: fdstore.FdStore,
         adopted: list[Generation],
@@ -193,7 +193,7 @@ class Daemon:
             ahead=options.loaders_ahead,
             look=partial(Staleness, self.matcher.full_digest, digest),
         )
-        self._place = place
+        self._endpoint = endpoint
         # Why there is no socket any more and none could be made, or "".
         self._unreachable = ""
         self._since = time.time()
@@ -202,7 +202,7 @@ class Daemon:
         self._server = Server(listener, self._open_session, self.queues)
         self._started = asyncio.Event()
         self._reload_turn = asyncio.Lock()
-        self._look_turn = asyncio.Lock()
+        self._endpoint_turn = asyncio.Lock()
         self._reloads = 0
         self._tasks: set[asyncio.Task[object]] = set()
         for generation in adopted:
@@ -219,16 +219,18 @@ class Daemon:
             self._notifier.status(f"failed: {self._summary()}")
             return status
         try:
-            await shake_hands(self._place.socket, timeout_s=_HANDSHAKE_TIMEOUT_S)
+            await shake_hands(self._endpoint.socket, timeout_s=_HANDSHAKE_TIMEOUT_S)
         except HANDSHAKE_ERRORS as e:
             log.error(
                 "handshake with our own socket failed, giving up socket=%s error=%r",
-                self._place.socket,
+                self._endpoint.socket,
                 e,
             )
             return EXIT_FAILURE
         await self._notifier.ready(self._summary())
-        log.info("serving device=%s socket=%s %s", self.device, self._place.socket, self._summary())
+        log.info(
+            "serving device=%s socket=%s %s", self.device, self._endpoint.socket, self._summary()
+        )
         self._started.set()
         self._keep(asyncio.create_task(self._stay_reachable()))
         period_s = watchdog_period_s(os.environ)
@@ -257,7 +259,7 @@ class Daemon:
         await self._notifier.stopping()
         # 1. Nobody new.
         await self._server.stop_accepting()
-        self._place.leave()
+        self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
         for task in self._tasks:
             task.cancel()
@@ -349,25 +351,25 @@ class Daemon:
     async def _stay_reachable(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_PERIOD_S)
-            await self._look_after_place()
+            await self._restore_endpoint()
 
-    async def _look_after_place(self) -> None:
+    async def _restore_endpoint(self) -> None:
         """Make the socket again if somebody removed it; say so if that cannot be done."""
-        async with self._look_turn:
-            if not self._place.is_lost():
+        async with self._endpoint_turn:
+            if not self._endpoint.is_lost():
                 self._unreachable = ""
                 return
             try:
-                await self._server.accept_on(self._place.take_again())
+                await self._server.accept_on(self._endpoint.restore())
             except DeviceBusyError as e:
                 # Not unreachable: once the manager has replaced us, the other's end is all that is
                 # needed.
-                log.error("our place was taken socket=%s error=%s", self._place.socket, e)
+                log.error("our place was taken socket=%s error=%s", self._endpoint.socket, e)
             except RuntimePathError as e:
                 if str(e) != self._unreachable:
                     log.error(
                         "our socket is gone and cannot be made again socket=%s error=%s",
-                        self._place.socket,
+                        self._endpoint.socket,
                         e,
                     )
                     self._notifier.status(f"unreachable: {e}")
@@ -375,7 +377,7 @@ class Daemon:
             else:
                 self._unreachable = ""
                 log.warning(
-                    "our socket was removed, it is made again socket=%s", self._place.socket
+                    "our socket was removed, it is made again socket=%s", self._endpoint.socket
                 )
                 self._notifier.status(self._summary())
 
@@ -387,10 +389,10 @@ class Daemon:
         """
         while True:
             try:
-                await shake_hands(self._place.socket, timeout_s=period_s)
+                await shake_hands(self._endpoint.socket, timeout_s=period_s)
                 self._notifier.alive()
             except HANDSHAKE_ERRORS as e:
-                await self._look_after_place()
+                await self._restore_endpoint()
                 if self._unreachable:
                     self._notifier.alive()
                 else:

@@ -59,7 +59,7 @@ class Loader(Protocol):
     ) -> LoaderRun: ...
 
 
-class Started:
+class QueuedRun:
     """A loader run that waits for its turn, or has it."""
 
     def __init__(self, turn: asyncio.Event, run: asyncio.Task[Delivery]) -> None:
@@ -180,10 +180,10 @@ class Reconciler:
             try:
                 wanted = await self._read_manifest()
                 self._check_names(only, wanted)
-                stale = await self._stale(wanted)
+                stale = await self._find_stale(wanted)
                 todo = plan(wanted, self._caches, stale=stale, force=force, only=only)
                 outcomes = [await self._drop(name) for name in todo.drop]
-                outcomes += [self._keep(want) for want in todo.unchanged]
+                outcomes += [self._keep_unchanged(want) for want in todo.unchanged]
                 for want in todo.load:
                     self._queue(want)
             finally:
@@ -219,7 +219,7 @@ class Reconciler:
                 f"{', '.join(sorted(known)) or 'none'}"
             )
 
-    async def _stale(self, wanted: Sequence[Wanted]) -> set[str]:
+    async def _find_stale(self, wanted: Sequence[Wanted]) -> set[str]:
         """Caches that are served, and not what a load would make now."""
         stale = set()
         look = self._look()
@@ -233,12 +233,12 @@ class Reconciler:
                 stale.add(want.name)
         return stale
 
-    def _keep(self, want: Wanted) -> CacheOutcome:
+    def _keep_unchanged(self, want: Wanted) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity = want.spec.identity
         # The failure of an earlier reload says nothing about what is served now.
         cache.error = ""
-        return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_number(cache))
+        return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_served_number(cache))
 
     def _queue(self, want: Wanted) -> None:
         cache = self._caches.ensure(want.name, want.role)
@@ -247,7 +247,7 @@ class Reconciler:
 
     async def _load_all(self, wanted: Sequence[Wanted]) -> list[CacheOutcome]:
         outcomes: list[CacheOutcome] = []
-        started: dict[str, Started] = {}
+        started: dict[str, QueuedRun] = {}
         try:
             for position, want in enumerate(wanted):
                 for coming in wanted[position : position + 1 + self._ahead]:
@@ -259,22 +259,22 @@ class Reconciler:
                 await run.discard()
         return outcomes
 
-    def _start(self, want: Wanted, *, at_once: bool) -> Started:
+    def _start(self, want: Wanted, *, at_once: bool) -> QueuedRun:
         turn = asyncio.Event()
         if at_once:
             turn.set()
         cache = self._caches.ensure(want.name, want.role)
-        return Started(turn, asyncio.create_task(self._run_loader(cache, want, turn)))
+        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, turn)))
 
-    async def _load(self, want: Wanted, run: Started) -> CacheOutcome:
+    async def _load(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         began_s = time.monotonic()
         try:
             delivery = await run.delivery()
         except LoadFailedError as e:
-            self._failed(cache, e)
+            self._record_failure(cache, e)
         except OSError as e:
-            self._failed(
+            self._record_failure(
                 cache, LoadFailedError(f"loader of {cache.name} cannot be run: {e.strerror or e}")
             )
         else:
@@ -284,7 +284,7 @@ class Reconciler:
         return CacheOutcome(
             cache=cache.name,
             outcome="failed" if cache.error else "loaded",
-            generation=_number(cache),
+            generation=_served_number(cache),
             seconds=time.monotonic() - began_s,
             error=cache.error,
         )
@@ -351,7 +351,7 @@ class Reconciler:
         if old is not None:
             await self._retire(old)
 
-    def _failed(self, cache: Cache, error: LoadFailedError) -> None:
+    def _record_failure(self, cache: Cache, error: LoadFailedError) -> None:
         (self.transient_failures.discard if error.permanent else self.transient_failures.add)(
             cache.name
         )
@@ -359,7 +359,7 @@ class Reconciler:
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
             cache.name,
-            _number(cache),
+            _served_number(cache),
             "yes" if error.permanent else "no",
             error,
         )
@@ -403,5 +403,5 @@ class Reconciler:
             )
 
 
-def _number(cache: Cache) -> int:
+def _served_number(cache: Cache) -> int:
     return cache.generation.number if cache.generation else 0

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from weightcached.daemon import packets
-from weightcached.daemon import untrusted_fds as foreign
-from weightcached.daemon.fairness import BURIAL_UNITS, GREETING_UNITS, Queues, Ticket
+from weightcached.daemon import packets, untrusted_fds
+from weightcached.daemon.fairness import CLOSE_UNITS, GREETING_UNITS, Queues, Ticket
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
 from weightcached.errors import ProtocolError
@@ -48,7 +47,7 @@ _ACCEPT_PAUSE_S = 0.2
 # served in it.
 _ACCEPT_AT_ONCE = 32
 _MAKE_ROOM_TIMEOUT_S = 0.1
-_MAX_BURIALS = 512
+_MAX_CLOSING = 512
 HANDSHAKE_ERRORS = (OSError, TimeoutError, EOFError, ProtocolError)
 
 
@@ -78,7 +77,7 @@ class Server:
         # Connections by pid.
         self._of_process: Counter[int] = Counter()
         # Connections that are over, but for descriptors in them that may take their time to close.
-        self._burials: set[asyncio.Future[None]] = set()
+        self._closing: set[asyncio.Future[None]] = set()
         # The kernel gives the lowest free number, so a number tells how many are taken.
         self._first_reserved = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _RESERVED_DESCRIPTORS
         self._accepting: asyncio.Task[None] | None = None
@@ -121,8 +120,8 @@ class Server:
                 )
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
-                if len(self._burials) >= _MAX_BURIALS:
-                    await asyncio.wait(self._burials, return_when=asyncio.FIRST_COMPLETED)
+                if len(self._closing) >= _MAX_CLOSING:
+                    await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
                 await self._welcome(sock)
                 at_once = (at_once + 1) % _ACCEPT_AT_ONCE
                 if at_once == 0:
@@ -139,7 +138,7 @@ class Server:
             self._refuse(sock, Ticket(self._queues, 0), Refused(code="peer", message=str(e)))
             return
         ticket = Ticket(self._queues, peer.pid)
-        if foreign.has_left(sock):
+        if untrusted_fds.has_left(sock):
             # Most of those that a flood left in the backlog.
             self._hang_up(sock, ticket)
             return
@@ -158,9 +157,9 @@ class Server:
         task = asyncio.create_task(self._serve(sock, peer, session, ticket))
         self._connections[task] = _Connection(peer, session)
         self._of_process[peer.pid] += 1
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._forget_connection)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _forget_connection(self, task: asyncio.Task[None]) -> None:
         pid = self._connections.pop(task).peer.pid
         self._of_process[pid] -= 1
         if not self._of_process[pid]:
@@ -200,22 +199,22 @@ class Server:
         self._hang_up(sock, ticket)
 
     def _hang_up(self, sock: socket.socket, ticket: Ticket) -> None:
-        burial = foreign.hang_up(sock, ticket)
-        if burial is not None:
-            self._burials.add(burial)
-            burial.add_done_callback(self._burials.discard)
+        closing = untrusted_fds.hang_up(sock, ticket)
+        if closing is not None:
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _serve(
         self, sock: socket.socket, peer: Peer, session: Session, ticket: Ticket
     ) -> None:
         try:
             await ticket.turn(GREETING_UNITS)
-            await self._converse(peer, session, ticket)
+            await self._run_session(peer, session, ticket)
         finally:
             peer.close()
             self._hang_up(sock, ticket)
 
-    async def _converse(self, peer: Peer, session: Session, ticket: Ticket) -> None:
+    async def _run_session(self, peer: Peer, session: Session, ticket: Ticket) -> None:
         talk = asyncio.create_task(session.run())
         death = asyncio.create_task(readable(peer.pidfd.fileno())) if peer.pidfd else None
         tasks = [talk, *([death] if death else [])]
@@ -224,7 +223,7 @@ class Server:
             # socket open.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # Hundreds may end at once, with their process.
-            await ticket.turn(BURIAL_UNITS)
+            await ticket.turn(CLOSE_UNITS)
             _log_end(peer, talk)
         finally:
             for task in tasks:

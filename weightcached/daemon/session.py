@@ -14,8 +14,7 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from weightcached import __version__
-from weightcached.daemon import packets
-from weightcached.daemon import untrusted_fds as foreign
+from weightcached.daemon import packets, untrusted_fds
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.fairness import REQUEST_UNITS, Queues, Ticket
@@ -176,7 +175,9 @@ class Session:
 
     async def _recv(self) -> Packet:
         """The next packet. Until it is this peer's turn, it stays in the socket."""
-        packet = await foreign.recv(self._sock, self._ticket, max_large_bytes=MAX_REQUEST_BYTES)
+        packet = await untrusted_fds.recv(
+            self._sock, self._ticket, max_large_bytes=MAX_REQUEST_BYTES
+        )
         self._ticket.charge(len(packet.data))
         return packet
 
@@ -206,7 +207,7 @@ class Session:
             case Verify():
                 await self._verify(request)
             case Fallback():
-                await self._fell_back(request)
+                await self._count_fallback(request)
             case Hello():
                 raise ProtocolError("a second Hello: it is the first message and comes once")
 
@@ -220,7 +221,7 @@ class Session:
             answer = await self._match(request.key, sampled=request.identity == "sampled")
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
-                self._lease(answer)
+                self._begin_lease(answer)
                 await self._hand_out(answer)
                 self._service.tally.attached(answer.cache, time.monotonic() - began_s)
                 return
@@ -247,7 +248,7 @@ class Session:
         await settled.wait()
         return await self._service.matcher.match(key, sampled=sampled)
 
-    def _lease(self, generation: Generation) -> None:
+    def _begin_lease(self, generation: Generation) -> None:
         if generation not in self._leases:
             lease = self._service.leases.begin(generation.cache, generation.number, self._peer.pid)
             self._leases[generation] = lease
@@ -307,10 +308,10 @@ class Session:
             )
             await self._send(Refused(code="generation-gone", message=message))
             return
-        self._lease(generation)
+        self._begin_lease(generation)
         await self._send(Rejoined())
 
-    async def _fell_back(self, request: Fallback) -> None:
+    async def _count_fallback(self, request: Fallback) -> None:
         self._service.tally.fell_back(request.reason)
         log.info("engine loads from disk pid=%d reason=%s", self._peer.pid, request.reason)
         await self._send(Done())

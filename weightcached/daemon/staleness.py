@@ -62,7 +62,7 @@ class Staleness:
     async def _other_versions(self, generation: Generation, python: str) -> str:
         if python not in self._versions:
             self._versions[python] = await installed_versions(python)
-        then, now = generation.inputs.versions, self._versions[python]
+        then, now = generation.versions, self._versions[python]
         # Where they cannot be asked for, a load would fail as well.
         return _difference(then, now) if then and now else ""
 
@@ -99,7 +99,7 @@ class Staleness:
 def _other_environment(generation: Generation) -> str:
     names = generation.key.environment
     now = {name: os.environ[name] for name in names if name in os.environ}
-    return _difference(generation.inputs.environment, now)
+    return _difference(generation.environment, now)
 
 
 def _difference(then: dict[str, str], now: dict[str, str]) -> str:

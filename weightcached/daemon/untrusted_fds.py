@@ -114,7 +114,7 @@ def hang_up(sock: socket.socket, ticket: Ticket) -> asyncio.Future[None] | None:
 
 
 async def _hang_up_in_turn(sock: socket.socket, ticket: Ticket) -> None:
-    await ticket.burial_turn()
+    await ticket.close_turn()
     await _in_thread(partial(_drain_and_close, sock))
 
 

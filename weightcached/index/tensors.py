@@ -90,15 +90,6 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
 
 
-class LoadInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what the key was made from, what can be asked again without vLLM: the versions of the
-    interpreter's distributions, and the variables of the key's environment that were set.
-    """
-
-    versions: dict[str, str] = {}
-    environment: dict[str, str] = {}
-
-
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the load cost. `phases` maps phase to seconds; `peak_bytes` is device memory, 0 where
     not measured.
@@ -118,6 +109,9 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     model as built on the meta device, so that an engine whose layers differ in any name, shape,
     type or kernel class is refused. `leftovers` are the tensors that such a model has and the
     loaded one has not, found once by the proof; with None an engine looks for them itself.
+    `versions` are those of the interpreter's distributions and `environment` the variables of the
+    key's environment that were set: what the key was made from, and can be asked again without
+    vLLM.
     """
 
     software: str
@@ -137,7 +131,8 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorRecord]
     modules: list[ModulePlan] = []
     leftovers: list[str] | None = None
-    inputs: LoadInputs = LoadInputs()
+    versions: dict[str, str] = {}
+    environment: dict[str, str] = {}
     load: LoadReport
 
     @property

@@ -64,7 +64,7 @@ _PR_SET_PDEATHSIG = 1
 _PROGRESS_INTERVAL_S = 0.2
 
 
-class Daemon:
+class DaemonChannel:
     """The socket to the daemon, and the time spent in each phase."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -116,7 +116,7 @@ def main() -> None:
         level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
     )
     job = decode_job(sys.stdin.buffer.read())
-    daemon = Daemon(socket.socket(fileno=job.socket_fd))
+    daemon = DaemonChannel(socket.socket(fileno=job.socket_fd))
     try:
         _run(job, daemon)
     except BaseException as e:
@@ -132,7 +132,7 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
-def _tell(daemon: Daemon, e: BaseException) -> None:
+def _tell(daemon: DaemonChannel, e: BaseException) -> None:
     traceback.print_exc()
     code = e.code if isinstance(e, WeightcachedError) else "load-failed"
     text = str(e) if isinstance(e, WeightcachedError) else f"{type(e).__name__}: {e}"
@@ -161,7 +161,7 @@ def _prefer_for_oom_killer() -> None:
         score.write("800")
 
 
-def _run(job: LoaderJob, daemon: Daemon) -> None:
+def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
     daemon.phase("configuring")
     # Imports make objects by the million and no garbage: looking for it is a quarter of their time.
     gc.disable()
@@ -173,12 +173,11 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
     import torch
 
     from weightcached.segments.cuda import CudaBackend
-    from weightcached.vllm_compat import group_rank as group
-    from weightcached.vllm_compat import solo_rank as rank
+    from weightcached.vllm_compat import group_rank, solo_rank
 
     daemon.phase("configuring")
-    vllm_config = rank.create_vllm_config(job)
-    vllm_config, model_config = rank.configs_of(vllm_config, job.role)
+    vllm_config = solo_rank.create_vllm_config(job)
+    vllm_config, model_config = solo_rank.configs_of(vllm_config, job.role)
     if vllm_config.device_config.device_type != ("cpu" if is_host_device(job.device) else "cuda"):
         raise WeightcachedError(
             f"{job.cache}: the vLLM of {sys.executable} runs on {vllm_config.device_config.device_type}, "
@@ -194,11 +193,13 @@ def _run(job: LoaderJob, daemon: Daemon) -> None:
         if (warning := backend.persistence_warning()) is not None:
             log.warning("%s", warning)
     if job.rendezvous is None:
-        with rank.solo_rank(vllm_config, job.rank):
+        with solo_rank.solo_rank(vllm_config, job.rank):
             _load(job, daemon, backend, vllm_config, model_config, None)
         return
     daemon.phase("meeting")
-    with group.group_rank(vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)) as peers:
+    with group_rank.group_rank(
+        vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)
+    ) as peers:
         _load(job, daemon, backend, vllm_config, model_config, peers)
 
 
@@ -229,7 +230,7 @@ def _check_checkpoint(job: LoaderJob) -> None:
 
 def _load(
     job: LoaderJob,
-    daemon: Daemon,
+    daemon: DaemonChannel,
     backend: Backend,
     vllm_config: Any,
     model_config: Any,
@@ -267,7 +268,7 @@ def _load(
     key = msgspec.structs.replace(key, checkpoint=_still_as_read(job, read))
     if job.role == "draft":
         draft_sharing.leave_out(model, vllm_config)
-    loaded = proof.snapshot(model)
+    loaded = proof.slots_of(model)
     daemon.phase("packing")
     records, sources = pack.describe(model)
     with ExitStack() as undo:
@@ -296,7 +297,10 @@ def _load(
             segments=packed.segments,
             storages=packed.storages,
             tensors=packed.tensors,
-            inputs=_inputs(key),
+            versions=installed(),
+            environment={
+                name: _ENVIRONMENT[name] for name in key.environment if name in _ENVIRONMENT
+            },
             load=index_format.LoadReport(seconds=0.0, finished_at=0.0),
         )
         mapping = backend.map([fd.dup() for fd in packed.fds], [s.nbytes for s in packed.segments])
@@ -348,13 +352,6 @@ def _still_as_read(job: LoaderJob, read: CheckpointIdentity) -> CheckpointIdenti
     return read if read.sample else with_sample(read)
 
 
-def _inputs(key: WeightCacheKey) -> index_format.LoadInputs:
-    return index_format.LoadInputs(
-        versions=installed(),
-        environment={name: _ENVIRONMENT[name] for name in key.environment if name in _ENVIRONMENT},
-    )
-
-
 def _device(backend: Backend) -> Any:
     import torch
 
@@ -368,7 +365,7 @@ def _device(backend: Backend) -> Any:
 class Counter:
     """Counts checkpoint bytes as the model takes them, and reports progress."""
 
-    def __init__(self, daemon: Daemon, total: int) -> None:
+    def __init__(self, daemon: DaemonChannel, total: int) -> None:
         self._daemon = daemon
         self._total = total
         self.done = 0
@@ -412,7 +409,7 @@ def _peak_bytes() -> int:
 
 
 def _hand_over(
-    daemon: Daemon,
+    daemon: DaemonChannel,
     index: index_format.TensorIndex,
     fds: list[OwnedFd],
     peak_bytes: int,

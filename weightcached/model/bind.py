@@ -27,7 +27,7 @@ from weightcached.segments.api import Mapping, PrivateCopy
 # A key in brackets, as repr() writes an integer or a string, or a name.
 _PATH_TOKEN = re.compile(r"""\[(-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]|([^.\[\]]+)""")
 # What following a path raises where something on the way is not there.
-NOT_THERE = (AttributeError, LookupError, TypeError)
+LOOKUP_ERRORS = (AttributeError, LookupError, TypeError)
 
 
 class PathError(UnsupportedQuantForIPCError):
@@ -221,17 +221,17 @@ class Binder:
             for name in record.names:
                 try:
                     owner, leaf = resolve_owner(self._model, name)
-                    there = current(owner, leaf)
-                except NOT_THERE as e:
+                    there = look_up(owner, leaf)
+                except LOOKUP_ERRORS as e:
                     if may_be_absent:
                         continue
                     raise PathError(name, f"nothing here to hang the tensor on ({e})") from e
                 if tensor is None:
-                    tensor = self._bound[record.names[0]] = self._make(record, there)
+                    tensor = self._bound[record.names[0]] = self._make_tensor(record, there)
                 if there is not tensor:
-                    hang(owner, leaf, tensor, record, name)
+                    attach_tensor(owner, leaf, tensor, record, name)
 
-    def _make(self, record: TensorRecord, template: Any) -> torch.Tensor:
+    def _make_tensor(self, record: TensorRecord, template: Any) -> torch.Tensor:
         tensor = tensor_of(record, self._storages)
         if record.kind != "parameter":
             return tensor
@@ -256,8 +256,8 @@ class Binder:
         for path in self.leftovers:
             try:
                 owner, leaf = resolve_owner(self._model, path)
-                there = current(owner, leaf)
-            except NOT_THERE as e:
+                there = look_up(owner, leaf)
+            except LOOKUP_ERRORS as e:
                 raise PathError(path, f"nothing here to remove ({e})") from e
             if isinstance(owner, tuple):
                 raise PathError(path, "still on the meta device, the index has no tensor for it")
@@ -274,7 +274,7 @@ class Binder:
     def _set_value(self, path: str, raw: msgspec.Raw, module_of: ModuleOf) -> None:
         try:
             owner, leaf = resolve_owner(self._model, path)
-        except NOT_THERE as e:
+        except LOOKUP_ERRORS as e:
             raise PathError(path, f"nothing here to set the value on ({e})") from e
         if isinstance(owner, tuple):
             raise PathError(path, "a value inside a tuple cannot be replaced")
@@ -317,7 +317,7 @@ def _step(owner: Any, step: Any) -> Any:
     return owner[step] if isinstance(owner, list | tuple | dict) else getattr(owner, step)
 
 
-def current(owner: Any, leaf: Any) -> Any:
+def look_up(owner: Any, leaf: Any) -> Any:
     """What hangs there now, or None. Raises IndexError past the end of a list or tuple."""
     if isinstance(owner, list | tuple):
         return owner[leaf]
@@ -326,7 +326,9 @@ def current(owner: Any, leaf: Any) -> Any:
     return getattr(owner, leaf, None)
 
 
-def hang(owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name: str) -> None:
+def attach_tensor(
+    owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name: str
+) -> None:
     """Put the tensor there, under that name of the record. Raises PathError where that cannot
     be.
     """

@@ -18,11 +18,11 @@ from torch import nn
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
 from weightcached.index.sharing import why_written
 from weightcached.index.tensors import Kind, SegmentRecord, StorageRecord, TensorRecord
-from weightcached.model.bind import NOT_THERE, current, resolve_owner
+from weightcached.model.bind import LOOKUP_ERRORS, look_up, resolve_owner
 from weightcached.model.hashing import SegmentHasher
 from weightcached.model.walk import TensorSlot, tensors, type_name
 from weightcached.segments.api import Backend, WritableSegment
-from weightcached.segments.packing import Layout, Placement, StorageSpec, plan_segments
+from weightcached.segments.packing import Packing, StoragePlacement, StorageSpec, plan_segments
 from weightcached.system.fds import OwnedFd, close_all
 
 Progress = Callable[[int, int], None]
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
     tensors: list[TensorRecord]
 
 
-class Source(NamedTuple):
+class StorageSource(NamedTuple):
     """One storage of the loaded model, and the names and kinds of the tensors over it."""
 
     storage: torch.UntypedStorage
@@ -50,7 +50,7 @@ class Source(NamedTuple):
     kinds: list[Kind]
 
 
-def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
+def describe(model: nn.Module) -> tuple[list[TensorRecord], list[StorageSource]]:
     """Records of all tensors, one per object with all its names, and the distinct storages below
     them, in walk order.
 
@@ -61,7 +61,7 @@ def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
         _check_path(model, slot)
         slots.setdefault(id(slot.tensor), []).append(slot)
     sources: dict[int, int] = {}
-    found: list[Source] = []
+    found: list[StorageSource] = []
     records: list[TensorRecord] = []
     for same in slots.values():
         storage = plain_storage(same[0])
@@ -69,7 +69,7 @@ def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
         if storage.nbytes():
             number = sources.setdefault(storage._cdata, len(found))
             if number == len(found):
-                found.append(Source(storage, storage.nbytes(), [], []))
+                found.append(StorageSource(storage, storage.nbytes(), [], []))
             found[number].names.extend(slot.path for slot in same)
             # As its record says it, which is all that can be asked later.
             found[number].kinds.append(same[0].kind)
@@ -79,8 +79,8 @@ def describe(model: nn.Module) -> tuple[list[TensorRecord], list[Source]]:
 
 def _check_path(model: nn.Module, slot: TensorSlot) -> None:
     try:
-        found = current(*resolve_owner(model, slot.path))
-    except NOT_THERE:
+        found = look_up(*resolve_owner(model, slot.path))
+    except LOOKUP_ERRORS:
         found = None
     if found is not slot.tensor:
         raise UnsupportedQuantForIPCError(
@@ -128,7 +128,7 @@ def _record(same: list[TensorSlot], storage: int | None) -> TensorRecord:
 
 
 def pack(
-    records: list[TensorRecord], sources: list[Source], backend: Backend, progress: Progress
+    records: list[TensorRecord], sources: list[StorageSource], backend: Backend, progress: Progress
 ) -> Packed:
     """Copy all sources into published segments and free them: the model has no usable tensors
     afterwards.
@@ -187,7 +187,7 @@ def _publish(segment: WritableSegment) -> OwnedFd:
         return segment.publish()
 
 
-def _hasher(layout: Layout, backend: Backend) -> SegmentHasher:
+def _hasher(layout: Packing, backend: Backend) -> SegmentHasher:
     device = (
         torch.device("cpu")
         if backend.name == "host"
@@ -197,7 +197,9 @@ def _hasher(layout: Layout, backend: Backend) -> SegmentHasher:
 
 
 def _fill(
-    segment: torch.Tensor, members: list[tuple[Source, Placement]], hasher: SegmentHasher
+    segment: torch.Tensor,
+    members: list[tuple[StorageSource, StoragePlacement]],
+    hasher: SegmentHasher,
 ) -> list[bytes]:
     for source, place in members:
         target = segment[place.offset_bytes : place.offset_bytes + source.nbytes]

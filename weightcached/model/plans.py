@@ -78,7 +78,7 @@ class Plans:
         """
         failed: dict[tuple[str, str], str] = {}
         for difference in differences:
-            for key in self._with_next(difference.path) or self._refuse(
+            for key in self._keys_with_next_plan(difference.path) or self._refuse(
                 difference.path, str(difference)
             ):
                 failed.setdefault(key, str(difference))
@@ -94,7 +94,7 @@ class Plans:
         """
         if not self._keys_at(path):
             raise error
-        keys = self._with_next(path) or self._refuse(path, str(error))
+        keys = self._keys_with_next_plan(path) or self._refuse(path, str(error))
         alike = {(method, self._plans[module, method].plan) for module, method in keys}
         self._advance(
             {key: str(error) for key, plan in self._plans.items() if (key[1], plan.plan) in alike}
@@ -126,7 +126,7 @@ class Plans:
             return []
         return [key for key in self._plans if key[0] == module]
 
-    def _with_next(self, path: str) -> list[tuple[str, str]]:
+    def _keys_with_next_plan(self, path: str) -> list[tuple[str, str]]:
         return [key for key in self._keys_at(path) if self._plans[key].plan in _NEXT]
 
     def _refuse(self, path: str, text: str) -> NoReturn:

@@ -30,14 +30,14 @@ from weightcached.model.walk import TensorSlot, ValueSlot, type_name, walk
 from weightcached.segments.api import Mapping
 
 
-class Snapshot(NamedTuple):
+class ModelSlots(NamedTuple):
     """A model's slots in comparable form: `tensors` and `values` by path."""
 
     tensors: dict[str, tuple[Any, ...]]
     values: dict[str, ValueSlot]
 
 
-def snapshot(model: nn.Module) -> Snapshot:
+def slots_of(model: nn.Module) -> ModelSlots:
     """The model as it is now; holds no tensors. Raises UnsupportedQuantForIPCError for one that
     cannot be packed.
     """
@@ -50,7 +50,7 @@ def snapshot(model: nn.Module) -> Snapshot:
             tensors[slot.path] = _tensor_signature(slot, objects, storages)
         else:
             values[slot.path] = slot
-    return Snapshot(tensors, values)
+    return ModelSlots(tensors, values)
 
 
 def _tensor_signature(
@@ -83,7 +83,7 @@ _SIGNATURE = (
 )  # fmt: skip
 
 
-def tensor_differences(loaded: Snapshot, attached: Snapshot) -> list[Difference]:
+def tensor_differences(loaded: ModelSlots, attached: ModelSlots) -> list[Difference]:
     """Where the tensors of two models differ, in the order of the loaded one."""
     found = []
     for path, ours in loaded.tensors.items():
@@ -101,14 +101,14 @@ def tensor_differences(loaded: Snapshot, attached: Snapshot) -> list[Difference]
 
 
 def value_differences(
-    loaded: Snapshot, attached: Snapshot
+    loaded: ModelSlots, attached: ModelSlots
 ) -> tuple[dict[str, Any], list[Difference]]:
     """(values to restore by path, differences that cannot be restored)."""
     restore: dict[str, Any] = {}
     found = []
     for path, ours in loaded.values.items():
         theirs = attached.values.get(path)
-        if theirs is not None and _same(theirs.wire, ours.wire):
+        if theirs is not None and _equal_as_encoded(theirs.wire, ours.wire):
             continue
         if ours.restorable:
             restore[path] = ours.wire
@@ -124,7 +124,7 @@ def value_differences(
     return restore, found
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal_as_encoded(a: Any, b: Any) -> bool:
     # As encoded: for Python True equals 1 and 1.0, and NaN nothing.
     return msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
@@ -147,7 +147,7 @@ class _NoHooks:
 
 
 def prove(
-    loaded: Snapshot,
+    loaded: ModelSlots,
     index: TensorIndex,
     mapping: Mapping,
     device: torch.device,
@@ -174,7 +174,7 @@ def prove(
     while True:
         attempt = msgspec.structs.replace(index, modules=tried.records())
         try:
-            attached, leftovers = _attached(attempt, mapping, device, built, hooks)
+            attached, leftovers = _attach_and_read(attempt, mapping, device, built, hooks)
         except HooksFailedError as e:
             tried.advance_hooks(e.failures, e)
             continue
@@ -194,13 +194,13 @@ def prove(
             return msgspec.structs.replace(attempt, leftovers=leftovers)
 
 
-def _attached(
+def _attach_and_read(
     index: TensorIndex,
     mapping: Mapping,
     device: torch.device,
     built: Callable[[], AbstractContextManager[nn.Module]],
     hooks: Hooks,
-) -> tuple[Snapshot, list[str]]:
+) -> tuple[ModelSlots, list[str]]:
     """What an engine has with this index, and what it removed for that.
 
     Its private tensors are freed before the next attempt copies them again.
@@ -208,7 +208,7 @@ def _attached(
     with built() as model:
         binder = Binder(model, index, Storages(index, mapping, device, copy=False))
         binder.attach(hooks)
-        return snapshot(model), binder.leftovers
+        return slots_of(model), binder.leftovers
 
 
 def first_wrong_storage(index: TensorIndex, mapping: Mapping, device: torch.device) -> str | None:

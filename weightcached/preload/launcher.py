@@ -37,7 +37,7 @@ from weightcached.errors import (
     DeviceError,
     WeightcachedError,
 )
-from weightcached.preload.notify_server import StandIn
+from weightcached.preload.notify_server import NotifyServer
 from weightcached.preload.spawn import Process, spawn
 from weightcached.system.fds import OwnedFd
 from weightcached.system.gpus import list_gpus, visible_gpus
@@ -71,7 +71,7 @@ class PreloadError(WeightcachedError):
 
 
 @dataclass(frozen=True)
-class Options:
+class PreloadOptions:
     """What the command line gives; `arguments` are vLLM's. The two commands are there for tests."""
 
     arguments: Sequence[str]
@@ -84,14 +84,14 @@ class Options:
     parser_command: Sequence[str] | None = None
 
 
-def run(options: Options) -> int:
+def run(options: PreloadOptions) -> int:
     """Serve until told to stop. Returns the exit status; raises WeightcachedError before anything
     was started.
     """
     return asyncio.run(_run(options))
 
 
-async def _run(options: Options) -> int:
+async def _run(options: PreloadOptions) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -99,7 +99,7 @@ async def _run(options: Options) -> int:
     parsed = await _engine_arguments(options, stop)
     if parsed.engine is None:
         return 0 if stop.is_set() else parsed.status
-    engine = _checked(parsed.engine, options)
+    engine = _check_arguments(parsed.engine, options)
     devices = local_devices(engine, os.environ)
     directory = options.socket_dir.absolute() if options.socket_dir else runtime_dir()
     create_runtime_dir(directory)
@@ -107,10 +107,10 @@ async def _run(options: Options) -> int:
         manifest = private / "manifest.yaml"
         # JSON is YAML.
         manifest.write_bytes(
-            msgspec.json.encode({"version": 1, "models": [_entry(engine, devices)]})
+            msgspec.json.encode({"version": 1, "models": [_manifest_entry(engine, devices)]})
         )
         return await Command(
-            options, _entry(engine, devices)["name"], devices, directory, private
+            options, _manifest_entry(engine, devices)["name"], devices, directory, private
         ).run(stop)
 
 
@@ -122,7 +122,7 @@ class _Parsed(NamedTuple):
     status: int
 
 
-async def _engine_arguments(options: Options, stop: asyncio.Event) -> _Parsed:
+async def _engine_arguments(options: PreloadOptions, stop: asyncio.Event) -> _Parsed:
     """Have vLLM parse its arguments. It prints its own errors, and its help."""
     command = [
         *(options.parser_command or (sys.executable, "-m", "weightcached.vllm_compat.arguments")),
@@ -132,7 +132,7 @@ async def _engine_arguments(options: Options, stop: asyncio.Event) -> _Parsed:
     env = {"VLLM_LOGGING_LEVEL": "ERROR", **_environment()}
     with OwnedFd(os.memfd_create("weightcached-arguments", os.MFD_CLOEXEC)) as answer:
         child = spawn(command, env=env, stdout=answer.fileno())
-        status = await _ended(child, stop)
+        status = await _wait_or_kill(child, stop)
         data = os.pread(answer.fileno(), os.fstat(answer.fileno()).st_size, 0)
     if stop.is_set() or status != 0:
         return _Parsed(None, _exit_status(status))
@@ -144,7 +144,7 @@ async def _engine_arguments(options: Options, stop: asyncio.Event) -> _Parsed:
         return _Parsed(None, 0)
 
 
-async def _ended(child: Process, stop: asyncio.Event) -> int:
+async def _wait_or_kill(child: Process, stop: asyncio.Event) -> int:
     """The exit status of `child`, which is killed when it is time to stop."""
     waiting, stopping = asyncio.create_task(child.wait()), asyncio.create_task(stop.wait())
     await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +154,7 @@ async def _ended(child: Process, stop: asyncio.Event) -> int:
     return await waiting
 
 
-def _checked(engine: dict[str, Any], options: Options) -> dict[str, Any]:
+def _check_arguments(engine: dict[str, Any], options: PreloadOptions) -> dict[str, Any]:
     """The arguments as a manifest can hold them. Raises PreloadError, PlacementError."""
     if not engine.get("model"):
         raise PreloadError("--model is missing: expected a Hub id or the directory of a checkpoint")
@@ -166,14 +166,14 @@ def _checked(engine: dict[str, Any], options: Options) -> dict[str, Any]:
     _check_ports(engine, options)
     layout_of(engine)
     found = dict(engine)
-    found["model"] = _absolute(engine["model"])
+    found["model"] = _make_absolute(engine["model"])
     speculative = engine.get("speculative_config")
     if isinstance(speculative, dict) and isinstance(speculative.get("model"), str):
-        found["speculative_config"] = {**speculative, "model": _absolute(speculative["model"])}
+        found["speculative_config"] = {**speculative, "model": _make_absolute(speculative["model"])}
     return found
 
 
-def _check_ports(engine: dict[str, Any], options: Options) -> None:
+def _check_ports(engine: dict[str, Any], options: PreloadOptions) -> None:
     """Ports are for groups, ranks load alone; but what could not work in a group is told now."""
     master, draft = options.master_port, options.draft_master_port
     if master is not None and master == draft:
@@ -189,7 +189,7 @@ def _check_ports(engine: dict[str, Any], options: Options) -> None:
             raise PreloadError(f"{option} {port} is the engine's --master-port too: choose another")
 
 
-def _absolute(model: str) -> str:
+def _make_absolute(model: str) -> str:
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 
@@ -210,7 +210,7 @@ def local_devices(engine: Mapping[str, Any], environ: Mapping[str, str]) -> list
     return visible[:count]
 
 
-def _entry(engine: dict[str, Any], devices: list[str]) -> dict[str, Any]:
+def _manifest_entry(engine: dict[str, Any], devices: list[str]) -> dict[str, Any]:
     return {"name": _name(engine["model"]), "devices": devices, "engine": engine}
 
 
@@ -226,10 +226,10 @@ def _private_dir(directory: Path) -> Iterator[Path]:
     removed.
     """
     for old in directory.glob("preload-*"):
-        with contextlib.suppress(OSError), _flocked(old):
+        with contextlib.suppress(OSError), _hold_lock(old):
             shutil.rmtree(old)
     path = Path(tempfile.mkdtemp(prefix="preload-", dir=directory))
-    with _flocked(path):
+    with _hold_lock(path):
         try:
             yield path
         finally:
@@ -237,7 +237,7 @@ def _private_dir(directory: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _flocked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -252,9 +252,9 @@ def _flocked(path: Path) -> Iterator[None]:
 class Member:
     """One child that is kept running, and its stand-in manager."""
 
-    def __init__(self, name: str, command: Sequence[str], stand_in: StandIn) -> None:
+    def __init__(self, name: str, command: Sequence[str], notify_server: NotifyServer) -> None:
         self.name = name
-        self.stand_in = stand_in
+        self.notify_server = notify_server
         self._command = command
         self._process: Process | None = None
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
@@ -264,19 +264,21 @@ class Member:
         while True:
             self._process = spawn(
                 self._command,
-                env=_environment() | {"NOTIFY_SOCKET": self.stand_in.address},
-                listen=self.stand_in.kept,
+                env=_environment() | {"NOTIFY_SOCKET": self.notify_server.address},
+                listen=self.notify_server.kept,
             )
             status = await self._process.wait()
             # What it said last counts: a descriptor that it stored is one that its successor
             # adopts.
-            self.stand_in.drain()
-            log.error("%s ended pid=%d status=%s", self.name, self._process.pid, _described(status))
+            self.notify_server.drain()
+            log.error(
+                "%s ended pid=%d status=%s", self.name, self._process.pid, _describe_status(status)
+            )
             if not all_ready.is_set() or status == EXIT_CONFIG or self._dies_too_often():
                 return status
             await asyncio.sleep(RESTART_S)
             log.warning(
-                "%s is started again, with %d descriptors", self.name, len(self.stand_in.kept)
+                "%s is started again, with %d descriptors", self.name, len(self.notify_server.kept)
             )
 
     def _dies_too_often(self) -> bool:
@@ -296,14 +298,19 @@ class Member:
                 log.error("%s does not end, killing it pid=%d", self.name, self._process.pid)
                 self._process.signal(signal.SIGKILL)
                 await self._process.wait()
-        self.stand_in.close()
+        self.notify_server.close()
 
 
 class Command:
     """All children of one command, from the first start to the last end."""
 
     def __init__(
-        self, options: Options, model: str, devices: list[str], directory: Path, private: Path
+        self,
+        options: PreloadOptions,
+        model: str,
+        devices: list[str],
+        directory: Path,
+        private: Path,
     ) -> None:
         self._model = model
         self._devices = devices
@@ -315,14 +322,16 @@ class Command:
             Member(
                 f"daemon of {device}",
                 [sys.executable, "-m", "weightcached", "serve", device, *common, *loader],
-                StandIn(private / str(number)),
+                NotifyServer(private / str(number)),
             )
             for number, device in enumerate(devices)
         ]
         if options.health_port is not None:
             address = ["--host", options.health_host, "--port", str(options.health_port)]
             command = [sys.executable, "-m", "weightcached", "exporter", *common, *address]
-            self._members.append(Member("health endpoint", command, StandIn(private / "health")))
+            self._members.append(
+                Member("health endpoint", command, NotifyServer(private / "health"))
+            )
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop` or until a child is beyond help. Returns the exit status."""
@@ -347,7 +356,7 @@ class Command:
 
     async def _all_ready(self) -> None:
         for member in self._members:
-            await member.stand_in.ready.wait()
+            await member.notify_server.ready.wait()
 
     def _say_ready(self) -> None:
         ranks = f"{len(self._devices)} rank{'s' if len(self._devices) > 1 else ''}"
@@ -374,5 +383,5 @@ def _exit_status(status: int) -> int:
     return 128 - status if status < 0 else status or EXIT_FAILURE
 
 
-def _described(status: int) -> str:
+def _describe_status(status: int) -> str:
     return signal_name(-status) if status < 0 else str(status)

@@ -22,7 +22,7 @@ _MESSAGE_BYTES = 64 * 1024
 _MAX_FDS = 16
 
 
-class StandIn:
+class NotifyServer:
     """One daemon's manager. `kept` are its descriptors by name, owned here; `ready` is set by
     READY=1.
     """

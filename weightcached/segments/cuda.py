@@ -21,7 +21,7 @@ from weightcached.segments.cuda_driver import (
     MappedRange,
     PrimaryContext,
 )
-from weightcached.system import gpus as devices
+from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class CudaBackend:
         """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: the memory outlives every
         process that loads it.
         """
-        return devices.driver_name(devices.kernel_driver_version())
+        return gpus.driver_name(gpus.kernel_driver_version())
 
     def free_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the device's memory. Raises SegmentError."""
@@ -283,7 +283,7 @@ class CudaBackend:
 
     def persistence_warning(self) -> str | None:
         """What to tell the operator if persistence mode is off, else None."""
-        return devices.persistence_warning(self.device)
+        return gpus.persistence_warning(self.device)
 
     def create(self, nbytes: int) -> CudaSegment:
         """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError,
@@ -344,7 +344,7 @@ class CudaBackend:
             )
 
     def _out_of_memory(self, failing: str, free: int, total: int) -> OutOfDeviceMemoryError:
-        found = devices.holders(self.device)
+        found = gpus.holders(self.device)
         listed = ", ".join(
             f"pid {holder.pid} ({holder.name}) {_gib(holder.nbytes)}" for holder in found
         )

@@ -26,18 +26,18 @@ class SegmentPlan(NamedTuple):
     private: bool
 
 
-class Placement(NamedTuple):
+class StoragePlacement(NamedTuple):
     segment: int
     offset_bytes: int
 
 
-class Layout(NamedTuple):
+class Packing(NamedTuple):
     """Segments in mapping order (the private one last) and one placement per storage, in the order
     given.
     """
 
     segments: list[SegmentPlan]
-    placements: list[Placement]
+    placements: list[StoragePlacement]
 
 
 def align_up(nbytes: int, alignment: int) -> int:
@@ -47,7 +47,7 @@ def align_up(nbytes: int, alignment: int) -> int:
 
 def plan_segments(
     storages: Sequence[StorageSpec], *, granularity: int, segment_nbytes: int = SEGMENT_NBYTES
-) -> Layout:
+) -> Packing:
     """Place storages into segments, keeping their order.
 
     Shared segments hold at most about `segment_nbytes`; a larger storage gets a segment of its own.
@@ -80,7 +80,7 @@ def plan_segments(
     if private_used:
         segments.append(SegmentPlan(align_up(private_used, granularity), private=True))
     placements = [
-        Placement(len(shared) if private else segment, offset)
+        StoragePlacement(len(shared) if private else segment, offset)
         for private, segment, offset in placed
     ]
-    return Layout(segments, placements)
+    return Packing(segments, placements)

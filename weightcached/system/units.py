@@ -64,9 +64,12 @@ def install(*, bin_dir: Path | None = None) -> list[Outcome]:
     writing anything.
     """
     commands = bin_dir or commands_dir()
-    contents = {path: _stamped(_content(name, commands)) for path, name in destinations().items()}
+    contents = {
+        path: _with_header(_content(name, commands)) for path, name in destinations().items()
+    }
     return [
-        _each(path, lambda path: Outcome(path, _write(path, contents[path]))) for path in contents
+        _try_action(path, lambda path: Outcome(path, _write(path, contents[path])))
+        for path in contents
     ]
 
 
@@ -85,12 +88,16 @@ def uninstall() -> list[Outcome]:
     """Remove the files that install() wrote and nobody edited, and what enabled them. Raises
     InstallError.
     """
-    outcomes = [_each(path, lambda path: Outcome(path, _remove(path))) for path in destinations()]
+    outcomes = [
+        _try_action(path, lambda path: Outcome(path, _remove(path))) for path in destinations()
+    ]
     gone = {outcome.path for outcome in outcomes if outcome.action != "kept"}
     links = [
         link for link in sorted(unit_dir().glob("*.wants/weightcached*")) if _leads_to(link) in gone
     ]
-    return outcomes + [_each(link, lambda link: Outcome(link, _unlink(link))) for link in links]
+    return outcomes + [
+        _try_action(link, lambda link: Outcome(link, _unlink(link))) for link in links
+    ]
 
 
 def is_unmodified(text: str) -> bool:
@@ -120,11 +127,11 @@ def _content(name: str, commands: Path) -> str:
             raise InstallError(
                 f"{commands / command} is not an executable file: install the package weightcached there"
             )
-        text = text.replace(f"={_PACKAGED_BIN}/{command} ", f"={_quoted(commands / command)} ")
+        text = text.replace(f"={_PACKAGED_BIN}/{command} ", f"={_quote(commands / command)} ")
     return text
 
 
-def _quoted(command: Path) -> str:
+def _quote(command: Path) -> str:
     """The path as systemd reads it in a command line (systemd.service(5), COMMAND LINES)."""
     text = str(command)
     # systemd takes none of these in the path of an executable, however they are quoted.
@@ -136,7 +143,7 @@ def _quoted(command: Path) -> str:
     return f'"{text}"' if re.search(r"[\s;]", text) else text
 
 
-def _stamped(text: str) -> str:
+def _with_header(text: str) -> str:
     return (
         f"# Written by 'weightcachectl install', unchanged while sha256 is {_digest(text)}\n{text}"
     )
@@ -146,7 +153,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _each(path: Path, action: Callable[[Path], Outcome]) -> Outcome:
+def _try_action(path: Path, action: Callable[[Path], Outcome]) -> Outcome:
     try:
         return action(path)
     except (OSError, UnicodeDecodeError) as e:

@@ -28,7 +28,7 @@ def leave_out(model: nn.Module, vllm_config: Any) -> list[str]:
     weights.
     """
     left_out = []
-    for path, layer in _replaced(model, vllm_config):
+    for path, layer in _layers_of_target(model, vllm_config):
         for parameter in layer.parameters(recurse=False):
             parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape
@@ -39,7 +39,7 @@ def leave_out(model: nn.Module, vllm_config: Any) -> list[str]:
     return left_out
 
 
-def _replaced(model: nn.Module, vllm_config: Any) -> Iterator[tuple[str, nn.Module]]:
+def _layers_of_target(model: nn.Module, vllm_config: Any) -> Iterator[tuple[str, nn.Module]]:
     """The layers that the engine takes from the target, by path, as far as their weights are nobody
     else's.
     """

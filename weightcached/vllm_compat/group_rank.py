@@ -79,7 +79,7 @@ class Peers:
             self._deadline_s or time.monotonic() + self._meeting.timeout_s,
             0.0,
         )
-        with self._lost_is_said():
+        with self._explain_loss():
             self.store.set(f"{stage}/{self.rank}", said)
             missing = list(range(self.count))
             while missing := [
@@ -88,7 +88,7 @@ class Peers:
                 if self.store.check(["failed"]):
                     raise LoadError(f"{self._cache}: {self.store.get('failed').decode()}")
                 if time.monotonic() > deadline_s:
-                    raise self._late(stage, missing)
+                    raise self._timeout_error(stage, missing)
                 self._waiting()
                 time.sleep(_POLL_S)
             return [self.store.get(f"{stage}/{rank}").decode() for rank in range(self.count)]
@@ -107,7 +107,7 @@ class Peers:
             )
             if names:
                 differences = "; ".join(
-                    f"{name} is {_short(theirs.get(name))}, on {self.name(0)} {_short(said[0].get(name))}"
+                    f"{name} is {_shorten(theirs.get(name))}, on {self.name(0)} {_shorten(said[0].get(name))}"
                     for name in names
                 )
                 raise ManifestError(
@@ -128,7 +128,7 @@ class Peers:
             while self.rank == 0 and not self.store.check(others) and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
 
-    def _late(self, stage: str, missing: list[int]) -> LoadError:
+    def _timeout_error(self, stage: str, missing: list[int]) -> LoadError:
         names = ", ".join(self.name(rank) for rank in missing)
         return LoadError(
             f"{self._cache}: waited {self._meeting.timeout_s} s at {self._place} for {names} to be {stage}: are their "
@@ -136,7 +136,7 @@ class Peers:
         )
 
     @contextmanager
-    def _lost_is_said(self) -> Iterator[None]:
+    def _explain_loss(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as e:
@@ -184,7 +184,7 @@ class Peers:
         )  # fmt: skip
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
 

@@ -96,12 +96,12 @@ class PostProcessing:
         """Run the hooks to `replay`. Raises HooksFailedError."""
         from vllm.utils.torch_utils import set_default_torch_dtype
 
-        chosen = _chosen(model, plans)
+        chosen = _match_plans(model, plans)
         failures: list[HookFailure] = []
         with set_default_torch_dtype(self._model_config.dtype), replay.on_meta(self._device):
             for hook, plan in chosen:
                 if plan == "replay":
-                    _attempt(hook, lambda hook=hook: self._call(hook), failures)  # type: ignore[misc]
+                    _call_hook(hook, lambda hook=hook: self._call(hook), failures)  # type: ignore[misc]
         if failures:
             raise HooksFailedError(failures)
 
@@ -133,7 +133,7 @@ class PostProcessing:
             failures: list[HookFailure] = []
             with (
                 weights_already_processed(),
-                by_plan(_chosen(model, plans), failures),
+                by_plan(_match_plans(model, plans), failures),
                 replay.WriteGuard(shared),
             ):
                 process_weights_after_loading(model, self._model_config, self._device)
@@ -141,7 +141,7 @@ class PostProcessing:
             raise HooksFailedError(failures)
 
 
-def _chosen(model: nn.Module, plans: Sequence[ModulePlan]) -> list[tuple[Hook, PlanName]]:
+def _match_plans(model: nn.Module, plans: Sequence[ModulePlan]) -> list[tuple[Hook, PlanName]]:
     """Each hook with its plan. Raises UnsupportedQuantForIPCError for one without."""
     by_key = {(plan.module, plan.method): plan.plan for plan in plans}
     chosen = []
@@ -156,7 +156,7 @@ def _chosen(model: nn.Module, plans: Sequence[ModulePlan]) -> list[tuple[Hook, P
     return chosen
 
 
-def _attempt(hook: Hook, call: Callable[[], Any], failures: list[HookFailure]) -> None:
+def _call_hook(hook: Hook, call: Callable[[], Any], failures: list[HookFailure]) -> None:
     try:
         call()
     except Exception as e:
@@ -184,9 +184,9 @@ def by_plan(chosen: Sequence[tuple[Hook, PlanName]], failures: list[HookFailure]
             owner = hooks[0][0].owner
             runs[number] = _runner(owner, hooks, failures)
             if owner is hooks[0][0].layer:
-                _in_instance(owner, runs[number], undo)
+                _patch_instance(owner, runs[number], undo)
             else:
-                _in_class(hooks[0][0], runs, stand_ins, undo)
+                _patch_class(hooks[0][0], runs, stand_ins, undo)
         yield
 
 
@@ -203,12 +203,12 @@ def _runner(
             # Called by another method for a layer that is not its own.
             original(*args, **kwargs)
         elif plan == "rerun":
-            _attempt(hook, lambda: original(*args, **kwargs), failures)
+            _call_hook(hook, lambda: original(*args, **kwargs), failures)
 
     return run
 
 
-def _in_instance(owner: nn.Module, run: Callable[..., None], undo: ExitStack) -> None:
+def _patch_instance(owner: nn.Module, run: Callable[..., None], undo: ExitStack) -> None:
     attributes = vars(owner)
     undo.callback(attributes.pop, _HOOK)
     if _HOOK in attributes:
@@ -216,7 +216,7 @@ def _in_instance(owner: nn.Module, run: Callable[..., None], undo: ExitStack) ->
     attributes[_HOOK] = run
 
 
-def _in_class(
+def _patch_class(
     hook: Hook, runs: dict[int, Callable[..., None]], stand_ins: dict[type, type], undo: ExitStack
 ) -> None:
     # Methods answer by class attribute, instance attribute or property. A property of a subclass

@@ -63,11 +63,11 @@ def tune(
     """Tune, or say why not; whether it worked. `attach` binds the generation to a model on the meta
     device.
     """
-    from weightcached.vllm_compat import build as engine
+    from weightcached.vllm_compat import build
 
     try:
-        with engine.isolated_build(vllm_config, keep=False):
-            model = engine.build_on_meta(vllm_config, model_config)
+        with build.isolated_build(vllm_config, keep=False):
+            model = build.build_on_meta(vllm_config, model_config)
             attach(model)
             _autotune(vllm_config, device, model.eval())
     except Exception as e:

@@ -78,12 +78,12 @@ class Connection:
         """
         deadline_s = time.monotonic() + timeout_s
         check_socket(path)
-        sock = _connected(path, timeout_s)
+        sock = _open_socket(path, timeout_s)
         try:
             _check_peer(sock, path)
             half = cls(sock, path, Welcome(protocol=PROTOCOL_VERSION, device="?", pid=0))
             hello = Hello(protocol=PROTOCOL_VERSION, software=software, purpose=purpose)
-            half.welcome = _welcomed(
+            half.welcome = _check_welcome(
                 half.request(hello, max(deadline_s - time.monotonic(), 0.001)), path
             )
         except BaseException:
@@ -95,7 +95,7 @@ class Connection:
         """Send a request and wait for its first reply, which may be Refused. A missed deadline
         closes all.
         """
-        with self._closed_on_error():
+        with self._close_on_error():
             self.send(message, timeout_s)
             return self.receive(timeout_s)[0]
 
@@ -105,7 +105,7 @@ class Connection:
         try:
             send_packet(self._sock, encode(message))
         except TimeoutError as e:
-            raise self._silent(timeout_s) from e
+            raise self._timeout_error(timeout_s) from e
         except (BrokenPipeError, ConnectionResetError):
             # A daemon that refuses a connection answers and closes at once: receive() reads that
             # answer, or the end.
@@ -177,7 +177,7 @@ class Connection:
                 # Reported once, ahead of packets that the daemon sent before it closed.
                 return recv_packet(self._sock, max_fds=max_fds)
         except TimeoutError as e:
-            raise self._silent(timeout_s) from e
+            raise self._timeout_error(timeout_s) from e
         except ProtocolError:
             self.close()
             raise
@@ -187,13 +187,13 @@ class Connection:
                 f"the daemon on {self._path} closed the connection", code="connection-lost"
             ) from e
 
-    def _silent(self, timeout_s: float) -> WeightCacheUnavailableError:
+    def _timeout_error(self, timeout_s: float) -> WeightCacheUnavailableError:
         return WeightCacheUnavailableError(
             f"the daemon on {self._path} did not answer within {timeout_s:.1f} s", code="timeout"
         )
 
     @contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
+    def _close_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -201,7 +201,7 @@ class Connection:
             raise
 
 
-def _connected(path: Path, timeout_s: float) -> socket.socket:
+def _open_socket(path: Path, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         # A non-blocking connect() to a full backlog fails at once; a blocking one waits for as long
@@ -214,12 +214,12 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
     except BaseException as e:
         sock.close()
         if isinstance(e, OSError):
-            raise _not_connected(path, timeout_s, e) from e
+            raise _connect_error(path, timeout_s, e) from e
         raise
     return sock
 
 
-def _not_connected(path: Path, timeout_s: float, e: OSError) -> WeightCacheUnavailableError:
+def _connect_error(path: Path, timeout_s: float, e: OSError) -> WeightCacheUnavailableError:
     if isinstance(e, BlockingIOError):
         return WeightCacheUnavailableError(
             f"the daemon on {path} accepted no connection within {timeout_s:.1f} s", code="timeout"
@@ -250,7 +250,7 @@ def _check_peer(sock: socket.socket, path: Path) -> None:
         )
 
 
-def _welcomed(reply: Reply, path: Path) -> Welcome:
+def _check_welcome(reply: Reply, path: Path) -> Welcome:
     if isinstance(reply, Refused):
         raise error_of(reply)
     if not isinstance(reply, Welcome):

@@ -21,7 +21,7 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Handout:
+class FetchedGeneration:
     """One generation. The caller closes `fds`, one per segment, in order."""
 
     ready: Ready
@@ -29,14 +29,14 @@ class Handout:
     fds: list[OwnedFd]
 
 
-def hand_out(
+def fetch_generation(
     device: str,
     cache: str,
     *,
     for_what: str,
     socket_dir: Path | None = None,
     timeout_s: float = TIMEOUT_S,
-) -> Handout:
+) -> FetchedGeneration:
     """Ask the device's daemon.
 
     for_what: what the caller wants, as a past participle, for messages; timeout_s: for each answer.
@@ -49,7 +49,7 @@ def hand_out(
         ready = connection.request(Verify(cache=cache), timeout_s)
         if not isinstance(ready, Ready):
             raise WeightCacheUnavailableError(
-                f"{cache} on {device} cannot be {for_what}: {_why(ready)}"
+                f"{cache} on {device} cannot be {for_what}: {_describe_refusal(ready)}"
             )
         fds = connection.receive_descriptors(ready.descriptors, timeout_s)
     try:
@@ -63,10 +63,10 @@ def hand_out(
     except BaseException:
         close_all(fds)
         raise
-    return Handout(ready, index, fds)
+    return FetchedGeneration(ready, index, fds)
 
 
-def read_index(
+def fetch_index(
     device: str,
     cache: str,
     *,
@@ -74,10 +74,12 @@ def read_index(
     socket_dir: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> TensorIndex:
-    """The index alone; raises as hand_out() does."""
-    handout = hand_out(device, cache, for_what=for_what, socket_dir=socket_dir, timeout_s=timeout_s)
-    close_all(handout.fds)
-    return handout.index
+    """The index alone; raises as fetch_generation() does."""
+    fetched = fetch_generation(
+        device, cache, for_what=for_what, socket_dir=socket_dir, timeout_s=timeout_s
+    )
+    close_all(fetched.fds)
+    return fetched.index
 
 
 def _read_index(fd: OwnedFd, cache: str) -> TensorIndex:
@@ -89,7 +91,7 @@ def _read_index(fd: OwnedFd, cache: str) -> TensorIndex:
     return index_format.decode(data)
 
 
-def _why(reply: msgspec.Struct) -> str:
+def _describe_refusal(reply: msgspec.Struct) -> str:
     return (
         reply.message
         if isinstance(reply, Refused)
