@@ -102,7 +102,7 @@ def test_files_that_the_load_read_beside_the_chosen_ones_are_asked_for(tmp_path:
     async def main() -> None:
         matcher = Matcher(scene.caches, "cpu0", make_full_digest)
         asked = with_checkpoint(scene.asked, full="", sample="")
-        names = ["model.safetensors", "2_Dense/w.npy"]
+        names = ["model.safetensors", "2_Dense/w.npy", "model.safetensors.index.json"]
         assert await matcher.match(asked) == NeedDigest(rung="files", files=names)
         record = with_files(asked.checkpoint, names)
         asked = msgspec.structs.replace(asked, checkpoint=record)

@@ -463,7 +463,7 @@ def test_a_met_need_never_comes_back_and_values_alone_decide() -> None:
 def test_the_wire_shape_is_an_array_per_file() -> None:
     data = msgspec.json.encode(made(7))
     assert data == (
-        b'{"root":"/m","files":[["7.bin",1,7,8,0,0,""]],"sample":"","full":"","extra":[],"unread":[]}'
+        b'{"root":"/m","files":[["7.bin",1,7,8,0,0,""]],"sample":"","full":"","extra":[],"absent":[],"unread":[]}'
     )
     assert msgspec.json.decode(data, type=CheckpointIdentity) == made(7)
 

@@ -92,13 +92,14 @@ def stat_tuple(info: os.stat_result) -> StatTuple:
 
 
 class Chosen(NamedTuple):
-    """What an engine would read now: the weight files in reading order, and the index files that
-    name them.
+    """What an engine would read now: the weight files in reading order, the index files that name
+    them, and the index files that it would look for and not find.
     """
 
     root: str
     files: list[WeightFile]
     indexes: list[WeightFile]
+    absent: list[str]
 
 
 def choose_files(
@@ -119,11 +120,12 @@ def choose_files(
         names = _choose(root, formats)
     if not names:
         raise CheckpointError(_no_weights(root, load_format))
-    indexes = {_INDEXES[name] for name in formats if name in _INDEXES}
-    present = sorted(name for name in indexes if os.path.lexists(os.path.join(root, name)))
     ordered = sorted(names, key=reading_order)
+    indexes = sorted({_INDEXES[name] for name in formats if name in _INDEXES})
+    present = [name for name in indexes if os.path.lexists(os.path.join(root, name))]
     files = look_at(root, [*ordered, *present])
-    return Chosen(root, files[: len(ordered)], files[len(ordered) :])
+    absent = [name for name in indexes if name not in present]
+    return Chosen(root, files[: len(ordered)], files[len(ordered) :], absent)
 
 
 def reading_order(name: str) -> tuple[list[tuple[int, str]], str]:

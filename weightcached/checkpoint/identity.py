@@ -62,8 +62,9 @@ class CheckpointIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     `files` are the weight files that an engine would choose now, in reading order; after a load,
     those of them that the load read. `extra` are what it read beside them, found by name: the index
-    of the shards, weights in sub-folders. `unread` names what the load could have read and did not.
-    The digests are of `files` and `extra`, in this order.
+    of the shards, weights in sub-folders. `absent` are names that it looked for there and did not
+    find, `unread` those of chosen files that it did not read. The digests are of `files` and
+    `extra`, in this order.
     """
 
     root: Annotated[str, Meta(max_length=4_096)]
@@ -71,6 +72,7 @@ class CheckpointIdentity(msgspec.Struct, frozen=True, kw_only=True):
     sample: Annotated[str, Meta(max_length=128)] = ""
     full: Annotated[str, Meta(max_length=128)] = ""
     extra: Annotated[list[FileRecord], Meta(max_length=MAX_FILES)] = []
+    absent: Annotated[list[Name], Meta(max_length=MAX_FILES)] = []
     unread: Annotated[list[Name], Meta(max_length=MAX_FILES)] = []
 
     @property
@@ -105,6 +107,7 @@ def record_checkpoint(
         root=chosen.root,
         files=records_of(chosen.root, chosen.files),
         extra=records_of(chosen.root, chosen.indexes),
+        absent=chosen.absent,
     )
 
 
@@ -130,14 +133,15 @@ def _check_text(path: str, limit: int) -> None:
 
 
 def with_files(identity: CheckpointIdentity, names: Sequence[str]) -> CheckpointIdentity:
-    """The record of exactly these files, in this order, as whoever compares wants digests of them.
+    """The record of exactly these names, in this order, as whoever compares wants digests of them.
 
-    What is not recorded yet is looked at now. Raises CheckpointError for a file that is missing.
+    What is not recorded yet is looked for now. Raises CheckpointError for what cannot be read.
     """
-    if list(names) == identity.names:
+    if list(names) == [*identity.names, *identity.absent]:
         return identity
     known = {file.name: file for file in (*identity.files, *identity.extra)}
-    new = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known]
+    new = [name for name in unknown if os.path.lexists(os.path.join(identity.root, name))]
     if new:
         found = records_of(identity.root, look_at(identity.root, new))
         known |= {file.name: file for file in found}
@@ -145,7 +149,8 @@ def with_files(identity: CheckpointIdentity, names: Sequence[str]) -> Checkpoint
     return CheckpointIdentity(
         root=identity.root,
         files=[known[name] for name in names if name in chosen],
-        extra=[known[name] for name in names if name not in chosen],
+        extra=[known[name] for name in names if name in known and name not in chosen],
+        absent=[name for name in names if name not in known],
     )
 
 
@@ -171,9 +176,11 @@ def check_headers(identity: CheckpointIdentity) -> int:
 
 
 def changed_files(identity: CheckpointIdentity) -> list[str]:
-    """Names of the files that are no longer as recorded; a missing file counts. Opens none."""
+    """Names that are no longer as recorded; what is missing or new counts. Opens none."""
     files = (*identity.files, *identity.extra)
-    return [file.name for file in files if _stat_now(identity.root, file) != file.stat]
+    changed = [file.name for file in files if _stat_now(identity.root, file) != file.stat]
+    new = [n for n in identity.absent if os.path.lexists(os.path.join(identity.root, n))]
+    return changed + new
 
 
 def sample_digest(identity: CheckpointIdentity) -> str:
@@ -304,8 +311,11 @@ def decide(
 
 
 def names_to_compare(cached: CheckpointIdentity, asked: CheckpointIdentity) -> list[str]:
-    """The files of the one asked for that its digests are to be made of, by its own names."""
-    return [file.name for file in _chosen(cached, asked)] + [file.name for file in cached.extra]
+    """What is to be looked at in the one asked for, by its own names; its digests are made of what
+    is there.
+    """
+    chosen = [file.name for file in _chosen(cached, asked)]
+    return [*chosen, *(file.name for file in cached.extra), *cached.absent]
 
 
 def _chosen(cached: CheckpointIdentity, asked: CheckpointIdentity) -> list[FileRecord]:
@@ -325,7 +335,14 @@ def _counterparts(
             f"the cached checkpoint has {len(cached.files)} weight files, the one asked for {len(chosen)}"
         )
     known = {file.name: file for file in (*asked.extra, *asked.files)}
-    if any(file.name not in known for file in cached.extra):
+    absent = set(asked.absent)
+    for name in (file.name for file in cached.extra):
+        if name in absent:
+            return Different(f"{name}, which the load read, is missing in the one asked for")
+    for name in cached.absent:
+        if name in known:
+            return Different(f"{name}, which the load did not find, is in the one asked for")
+    if not absent.issuperset(cached.absent) or any(f.name not in known for f in cached.extra):
         return Need("files", ("asked",))
     return chosen + [known[file.name] for file in cached.extra]
 

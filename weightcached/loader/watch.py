@@ -1,4 +1,4 @@
-"""Which files a load reads: seen while it opens them, not guessed from their names.
+"""Which files a load reads, and which it looks for in vain: seen, not guessed from their names.
 
 Python's own opens pass an audit hook, which torch, numpy and all that reads through them use;
 safetensors opens its files in native code and is wrapped. Formats whose readers are native code
@@ -51,13 +51,14 @@ class Watch:
         self._inodes = {file.stat[:2]: file.name for file in (*recorded.files, *recorded.extra)}
         self._active = False
         self._opened: dict[str, WeightFile] = {}
+        self._missed: set[str] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         sys.addaudithook(self._hear)
         self._active = True
         try:
-            with _safe_open_heard(self._note):
+            with _safe_open_heard(self._note), _misses_heard(self._miss):
                 yield
         finally:
             self._active = False
@@ -77,11 +78,18 @@ class Watch:
             if name and name not in self._opened and (found := _look(path)):
                 self._opened[name] = WeightFile(name, *found)
 
+    def _miss(self, path: Any) -> None:
+        if self._active:
+            with suppress(TypeError, ValueError):
+                self._missed.add(self._below_root(os.path.abspath(os.fsdecode(path))))
+
+    def _below_root(self, path: str) -> str:
+        return next((path[len(root) :] for root in self._roots if path.startswith(root)), "")
+
     def _name(self, path: str) -> str:
         """What a file is called in the record; empty for one that does not count."""
-        for root in self._roots:
-            if path.startswith(root):
-                return path[len(root) :]
+        if name := self._below_root(path):
+            return name
         with suppress(OSError):
             info = os.stat(path)
             if chosen := self._inodes.get((info.st_dev, info.st_ino)):
@@ -113,9 +121,10 @@ class Watch:
             root=recorded.root,
             files=files,
             extra=index + found,
+            absent=sorted(self._missed - opened - {""}),
             unread=[file.name for file in recorded.files if file.name not in opened],
         )
-        if read.names == recorded.names:
+        if [*read.names, *read.absent] == [*recorded.names, *recorded.absent]:
             read = msgspec.structs.replace(read, sample=recorded.sample)
         return read
 
@@ -152,6 +161,25 @@ def _safe_open_heard(note: Any) -> Iterator[None]:
         yield
     finally:
         _replace(safe_open, original)
+
+
+@contextmanager
+def _misses_heard(note: Any) -> Iterator[None]:
+    """Questions for files that are not there: os.path and pathlib ask them through os.stat."""
+    original = os.stat
+
+    def hear(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        try:
+            return original(path, *args, **kwargs)
+        except (FileNotFoundError, NotADirectoryError):
+            note(path)
+            raise
+
+    os.stat = hear
+    try:
+        yield
+    finally:
+        os.stat = original
 
 
 def _replace(old: Any, new: Any) -> None:

@@ -197,7 +197,7 @@ class NeedDigest(Message, frozen=True):
     """
 
     rung: Literal["files", "sample", "full"]
-    files: Annotated[list[FileName], Meta(max_length=2 * MAX_FILES)] = []
+    files: Annotated[list[FileName], Meta(max_length=3 * MAX_FILES)] = []
 
 
 class Absent(Message, frozen=True):
