@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from weightcached.checkpoint.identity import record_checkpoint
+from weightcache_loader.budget import listed, remedies, size_text
 from weightcached.errors import OutOfDeviceMemoryError, WeightcachedError
 from weightcached.segments.api import open_backend
-from weightcached.vllm_compat.room import least_bytes
+from weightcached.wire import resident as resident_file
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Fallback, Status, StatusReply
+from weightcached.wire.resident import Held
 
 # How often this process did not use a cache, by reason code; with fallback off as well, when the
 # reason is raised.
@@ -38,34 +39,24 @@ _WITHOUT_STATUS = frozenset(
 _STATUS_TIMEOUT_S = 2.0
 
 
-def check_room(
-    vllm_config: Any,
-    model_config: Any,
-    device: str,
-    socket: Path,
-    load_format: str,
-    reason: WeightcachedError,
-) -> None:
-    """Refuse a load from disk that cannot fit beside what the daemon holds.
+def check_room(needed: int, device: str, caches: Sequence[Held], reason: WeightcachedError) -> None:
+    """Refuse a load from disk that is proven not to fit beside what the daemon holds.
 
-    Asks only where a daemon holds something. Raises OutOfDeviceMemoryError with needed, free, and
-    how to go on.
+    Raises OutOfDeviceMemoryError with needed, free, and how to go on.
     """
-    held = {} if reason.code in _WITHOUT_STATUS else held_bytes(socket)
-    if not held:
+    if not caches:
+        # Not ours to explain.
         return
     try:
-        needed = needed_bytes(vllm_config, model_config, load_format)
         free, total = open_backend(device).free_bytes()
     except (WeightcachedError, OSError):
         # Not to be told: the load itself will say what is wrong.
         return
     if needed > free:
-        caches = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in held.items())
         raise OutOfDeviceMemoryError(
             f"the cache cannot be used ({reason}), and a load from disk has no room beside it: it needs at least "
-            f"{_size(needed)} on {device}, {_size(free)} of {_size(total)} are free, the daemon holds {caches}; make "
-            f"the engine match the cache, or 'weightcachectl drop {next(iter(held))}'",
+            f"{size_text(needed)} on {device}, {size_text(free)} of {size_text(total)} are free, the daemon holds "
+            f"{listed(caches)}; make the engine match the cache, or: {remedies(caches)}",
             code="no-room",
         )
 
@@ -85,32 +76,33 @@ def report(socket: Path, reason: WeightcachedError) -> None:
         connection.request(Fallback(reason=reason.code), _STATUS_TIMEOUT_S)
 
 
-def held_bytes(socket: Path) -> dict[str, int]:
-    """Device bytes by cache of the daemon on this socket; empty where it cannot be asked or holds
-    none.
+def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[Held]:
+    """What the daemon on this socket holds: as it says, or, where it cannot be asked, as it last wrote down.
+
+    `reasons`: what an engine was told before; a daemon that was silent then is not asked again.
     """
+    codes = {reason.code for reason in reasons}
+    if "wrong-device" in codes:
+        return []
+    asked = None if codes & _WITHOUT_STATUS else _asked(socket)
+    if asked is None:
+        written = resident_file.read(socket)
+        return written.generations if written is not None else []
+    return asked
+
+
+def may_come_back(socket: Path) -> bool:
+    """Whether a daemon that does not listen held something and did not end as it was told to: its manager
+    restarts it.
+    """
+    written = resident_file.read(socket)
+    return written is not None and bool(written.generations) and not written.stopped
+
+
+def _asked(socket: Path) -> list[Held] | None:
     try:
         with Connection.connect(socket, timeout_s=_STATUS_TIMEOUT_S, purpose="ctl") as connection:
             reply = connection.request(Status(), _STATUS_TIMEOUT_S)
     except (WeightcachedError, OSError):
-        return {}
-    caches = reply.caches if isinstance(reply, StatusReply) else []
-    return {cache.name: cache.bytes for cache in caches if cache.bytes}
-
-
-def needed_bytes(vllm_config: Any, model_config: Any, load_format: str) -> int:
-    """least_bytes() of the checkpoint that a load from disk would read.
-
-    Raises CheckpointError where the checkpoint cannot be found.
-    """
-    recorded = record_checkpoint(
-        model_config.model,
-        revision=model_config.revision,
-        download_dir=vllm_config.load_config.download_dir,
-        load_format=load_format,
-    )
-    return least_bytes(sum(file.size for file in recorded.files), vllm_config, model_config)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
+        return None
+    return resident_file.held(reply) if isinstance(reply, StatusReply) else None

@@ -8,20 +8,22 @@ reason against mapping.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import traceback
-import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import vllm
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from weightcache_loader import client, fallback
+from weightcache_loader import budget, client, fallback, reload
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -31,12 +33,17 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.model import bind
+from weightcached.model import bind, mapped
 from weightcached.segments.api import Mapping, open_backend
+from weightcached.segments.cuda import CudaMapping
 from weightcached.system.paths import socket_path
-from weightcached.vllm_compat import build, drafts, parked_start
+from weightcached.vllm_compat import build, drafts, parked_start, room, startup_plan
+from weightcached.vllm_compat import worker as vllm_worker
+from weightcached.vllm_compat.build import all_ranks
 from weightcached.vllm_compat.hooks import PostProcessing
-from weightcached.vllm_compat.key import build_key
+from weightcached.vllm_compat.key import build_key, with_checkpoint_as_now
+from weightcached.vllm_compat.versions import warn_of_unseen
+from weightcached.wire.resident import Held
 
 log = init_logger("vllm.weightcached")
 
@@ -48,6 +55,8 @@ class AttachOutcome(NamedTuple):
 
     attachment: client.Attachment | None
     reason: WeightcachedError | None
+    # What a load from disk takes of the device in any case, where that was looked at.
+    needed: int = 0
 
 
 class _Kept(NamedTuple):
@@ -74,18 +83,19 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self.options: LoaderOptions = parse_options(
             load_config.model_loader_extra_config, load_config.load_format
         )
+        vllm_worker.install(reload.reload_weights)
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Bytes of device memory that the mapped generations hold outside this process: the
-        target's and the draft's.
+        """Bytes of the utilization's budget that the engine may not use itself (budget.external_bytes): what it
+        maps, target and draft, and of what else the daemon holds so much as the device lacks.
 
-        What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has
-        of its own.
+        What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has of its own.
+        Raises OutOfDeviceMemoryError where even so there is no room.
         """
         if parked_start.starts_parked(vllm_config):
             parked_start.check(vllm_config)
             parked_start.do_not_check_free_memory()
-        total = self._external_bytes(vllm_config, vllm_config.model_config)
+        found = [self._decided(vllm_config, vllm_config.model_config)]
         if drafts.loads_here(vllm_config):
             config = drafts.draft_config(vllm_config)
             # vLLM asks once, the target's loader, for both; the draft's own is made later, from the
@@ -93,21 +103,82 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             if isinstance(
                 loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader
             ):
-                total += loader._external_bytes(
-                    config, config.speculative_config.draft_model_config
-                )
-        if total:
+                found.append(loader._decided(config, config.speculative_config.draft_model_config))
+        if any(decision.attachment is not None for decision in found):
             build.freeze_heap()
-        return total
+        external = self._external_bytes(vllm_config, found)
+        startup_plan.note(
+            vllm_config.cache_config.gpu_memory_utilization,
+            external,
+            [self._source(decision) for decision in found],
+        )
+        return external
 
-    def _external_bytes(self, vllm_config: Any, model_config: Any) -> int:
+    def _decided(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         self._take_role(vllm_config, model_config)
-        if self.options.mode == "copy":
-            return 0
-        decision = self._decide(vllm_config, model_config)
+        return self._decide(vllm_config, model_config)
+
+    def _source(self, decision: AttachOutcome) -> str:
+        return self.options.mode if decision.attachment is not None else "disk"
+
+    def _own_bytes(self, decision: AttachOutcome) -> int:
+        """What the engine maps instead of allocating it, or copies and gives back."""
         if decision.attachment is None:
             return 0
+        if self.options.mode == "copy":
+            return decision.attachment.ready.nbytes
         return sum(s.nbytes for s in decision.attachment.tensor_index.segments if not s.private)
+
+    def _external_bytes(self, vllm_config: Any, found: Sequence[AttachOutcome]) -> int:
+        own = sum(self._own_bytes(decision) for decision in found)
+        memory = build.device_memory()
+        if memory is None:
+            # Nothing is budgeted there.
+            return own
+        reasons = [decision.reason for decision in found if decision.reason is not None]
+        caches = self._resident(vllm_config, reasons)
+        rows = {(cache.cache, cache.generation) for cache in caches}
+        counted = sum(self._own_bytes(d) for d in found if _generation_of(d) in rows)
+        others = sum(cache.nbytes for cache in caches) - counted
+        if parked_start.starts_parked(vllm_config):
+            # Beside an engine that has the device's memory now, and will give it back first.
+            return own + others
+        free, total = memory
+        device = budget.Device(total, free, vllm_config.cache_config.gpu_memory_utilization)
+        external = budget.external_bytes(device, own=own, others=others)
+        self._tell_cost(vllm_config, found, caches, device, own, external)
+        return external
+
+    def _tell_cost(
+        self,
+        vllm_config: Any,
+        found: Sequence[AttachOutcome],
+        caches: Sequence[Held],
+        device: budget.Device,
+        own: int,
+        external: int,
+    ) -> None:
+        """Log what the caches of others cost. Raises OutOfDeviceMemoryError where vLLM would refuse, or the
+        weights from disk are proven not to fit.
+        """
+        mapped = {_generation_of(decision) for decision in found}
+        due = [c for c in caches if (c.cache, c.generation) not in mapped] or list(caches)
+        left = budget.engine_bytes(device, external)
+        needed = sum(decision.needed for decision in found)
+        fixed = vllm_config.cache_config.kv_cache_memory_bytes is not None
+        if caches and (not budget.starts(device, external) or (needed > left and not fixed)):
+            raise OutOfDeviceMemoryError(
+                budget.no_room(device, due, own=own, left=left, needed=needed), code="no-room"
+            )
+        if external > own:
+            log.warning("%s", budget.cost(device, due, external - own))
+
+    def _resident(self, vllm_config: Any, reasons: Sequence[WeightcachedError]) -> list[Held]:
+        try:
+            return fallback.resident(self._socket_path(vllm_config), reasons)
+        except WeightcachedError as e:
+            log.debug("no telling what the daemon holds: %s", e)
+            return []
 
     def download_model(self, model_config: Any) -> None:
         """Fetch the checkpoint as the fallback would."""
@@ -125,15 +196,52 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self._take_role(get_current_vllm_config(), model_config)
         attachment = self._attach(get_current_vllm_config(), model_config)
         try:
-            mapping, device = self._map(attachment)
-            try:
-                storages = bind.Storages(attachment.tensor_index, mapping, device, copy=False)
-                count = bind.copy_into(model, attachment.tensor_index, storages)
-            finally:
-                mapping.close()
+            self._copy_into(model, attachment)
         finally:
             attachment.close()
+
+    def _copy_into(
+        self, model: nn.Module, attachment: client.Attachment, *, attributes: bool = False
+    ) -> None:
+        mapping, device = self._map(attachment)
+        try:
+            storages = bind.Storages(attachment.tensor_index, mapping, device, copy=False)
+            count = bind.copy_into(model, attachment.tensor_index, storages, attributes=attributes)
+        finally:
+            mapping.close()
         log.info("copied %d tensors of %s into the model", count, attachment.ready.cache)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
+        """What the fallback would read from disk, by name, for vLLM's reload. Raises
+        NotImplementedError where it cannot be read again.
+        """
+        disk = self._disk_loader()
+        if not hasattr(disk, "get_all_weights"):
+            raise NotImplementedError(
+                f"load format {self.options.fallback_load_format!r} cannot read weights again"
+            )
+        return disk.get_all_weights(model_config, model)
+
+    def copy_again(self, vllm_config: Any, model_config: Any, model: nn.Module) -> bool:
+        """In copy mode, fill a model whose weights sleep(2) discarded from the cache; False where
+        it has to come from disk.
+        """
+        if self.options.mode != "copy":
+            return False
+        attachment, reason = None, None
+        try:
+            attachment = self._attach(vllm_config, model_config)
+        except Exception as e:
+            reason = reason_of(e)
+        if not all_ranks(attachment is not None, self.options.role):
+            if attachment is not None:
+                attachment.close()
+            log.info("the weights come from disk again: %s", reason or "another rank needs it")
+            return False
+        assert attachment is not None
+        self._copy_into(model, attachment, attributes=True)
+        client.release(attachment, timeout_s=self.options.connect_timeout_s)
+        return True
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """The model, mapped from the cache or loaded from disk. Drafts without a cache load from
@@ -153,6 +261,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             if isinstance(result, nn.Module):
                 return result
             self._give_up(vllm_config, model_config, result)
+            startup_plan.changed("disk")
         return self._disk_loader().load_model(
             vllm_config=vllm_config, model_config=model_config, prefix=prefix
         )
@@ -164,7 +273,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             self.options = msgspec.structs.replace(self.options, is_draft=True)
 
     def _decide(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
-        """The decision of this engine. Raises its reason, with fallback off, and
+        """The decision of this build. Raises its reason, with fallback off, and
         OutOfDeviceMemoryError.
         """
         role = self.options.role
@@ -186,12 +295,14 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if kept is None:
             decision = self._first_decision(vllm_config, model_config)
             if decision.reason is not None:
-                self._give_up(vllm_config, model_config, decision.reason)
+                needed = self._give_up(vllm_config, model_config, decision.reason)
+                decision = decision._replace(needed=needed)
             kept = _Kept(asking, decision, vllm_config.speculative_config)
         _decisions[role] = kept
         return kept.decision
 
     def _first_decision(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
+        warn_of_unseen(log, vllm.__version__)
         try:
             attachment = self._attach(vllm_config, model_config)
         except Exception as e:
@@ -208,13 +319,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
         check_supported(vllm_config, self.options)
-        attachment = client.attach(
-            self._socket_path(vllm_config),
-            build_key(vllm_config, model_config, role=self.options.role),
-            connect_timeout_s=self.options.connect_timeout_s,
-            state_timeout_s=self.options.state_timeout_s,
-            device=build.device_of_worker(vllm_config.parallel_config),
-            identity=self.options.identity,
+        key = build_key(vllm_config, model_config, role=self.options.role)
+        socket = self._socket_path(vllm_config)
+        attachment = self._how_to_attach(vllm_config)(
+            key, patient=not self.options.fallback or fallback.may_come_back(socket)
         )
         if (stage := build.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()
@@ -222,6 +330,17 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                 f"the cache holds {attachment.tensor_index.stage} weights, this engine needs {stage}"
             )
         return attachment
+
+    def _how_to_attach(self, vllm_config: Any) -> Callable[..., client.Attachment]:
+        """Attaches by a key, and holds nothing of the engine's configuration."""
+        return functools.partial(
+            client.attach,
+            self._socket_path(vllm_config),
+            connect_timeout_s=self.options.connect_timeout_s,
+            state_timeout_s=self.options.state_timeout_s,
+            device=build.device_of_worker(vllm_config.parallel_config),
+            identity=self.options.identity,
+        )
 
     def _socket_path(self, vllm_config: Any) -> Path:
         if self.options.socket_path:
@@ -246,36 +365,64 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
     ) -> nn.Module | WeightcachedError:
         model: nn.Module | None = None
+        mapping: Mapping | None = None
+        storages: bind.Storages | None = None
         reason: WeightcachedError | None = None
         with build.collection_paused(), build.isolated_build(vllm_config, keep=True) as building:
             try:
-                model = self._build(vllm_config, model_config, prefix, attachment)
+                model, mapping, storages = self._build(
+                    vllm_config, model_config, prefix, attachment
+                )
             except Exception as e:
                 reason = reason_of(e)
             if not all_ranks(model is not None, self.options.role) and model is not None:
-                model = None
+                model = storages = mapping = None
                 reason = WeightCacheUnavailableError(
                     "another rank of this engine failed to attach", code="another-rank"
                 )
             building.keep = model is not None
-        if model is None:
+        if model is None or storages is None:
             attachment.close()
             assert reason is not None
             return reason
         if self.options.mode == "copy":
             client.release(attachment, timeout_s=self.options.connect_timeout_s)
         else:
-            lease = client.LeaseKeeper(
-                attachment.connection, self._socket_path(vllm_config), attachment.ready
-            )
-            # With the model: an engine that is shut down while its process lives on maps nothing
-            # any more.
-            weakref.finalize(model, lease.close).atexit = False
+            self._keep(vllm_config, model_config, model, attachment, mapping, storages)
         return model.eval()
+
+    def _keep(
+        self,
+        vllm_config: Any,
+        model_config: Any,
+        model: nn.Module,
+        attachment: client.Attachment,
+        mapping: Mapping | None,
+        storages: bind.Storages,
+    ) -> None:
+        """Hold the lease for as long as the model lives, and let it sleep and take new weights."""
+        path, attach = self._socket_path(vllm_config), self._how_to_attach(vllm_config)
+        key = with_checkpoint_as_now(attachment.tensor_index.key, vllm_config, model_config)
+
+        def lease(held: mapped.Attachment, on_unmap: Callable[[], bool]) -> client.LeaseKeeper:
+            assert isinstance(held, client.Attachment)
+            return client.LeaseKeeper(held.connection, path, held.ready, on_unmap=on_unmap)
+
+        mapped.keep(
+            model,
+            mapped.MappedModel(
+                attachment,
+                mapping if isinstance(mapping, CudaMapping) else None,
+                storages,
+                attach=lambda: client.patiently(lambda: attach(key())),
+                lease=lease,
+            ),
+        )
+        vllm_worker.refuse_writes(model)
 
     def _build(
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
-    ) -> nn.Module:
+    ) -> tuple[nn.Module, Mapping, bind.Storages]:
         index = attachment.tensor_index
         began = time.perf_counter()
         model = build.build_on_meta(vllm_config, model_config, prefix)
@@ -292,7 +439,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             bind.Binder(model, index, storages).attach(
                 PostProcessing(model_config, device, stage=index.stage)
             )
-        finally:
+        except BaseException:
+            mapping.close()
+            raise
+        vllm_worker.settle_for_reloads(model, device)
+        if self.options.mode == "copy" or not isinstance(mapping, CudaMapping):
             # The tensors keep what they need.
             mapping.close()
         done = time.perf_counter()
@@ -303,10 +454,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             len(index.segments), self.options.mode, 1e3 * (built - began), 1e3 * (mapped - built),
             1e3 * (done - mapped),
         )  # fmt: skip
-        return model
+        return model, mapping, storages
 
-    def _give_up(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> None:
-        """Count and log the reason, once: from here on the engine loads from disk.
+    def _give_up(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> int:
+        """Count and log the reason, once: from here on the engine loads from disk. Returns what that takes of the
+        device in any case, 0 where that was not looked at.
 
         Raises the reason, with fallback off, and OutOfDeviceMemoryError where a load from disk has
         no room.
@@ -314,7 +466,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         fallback.counts[reason.code] += 1
         if not self.options.fallback:
             raise reason
-        no_room = self._no_room(vllm_config, model_config, reason)
+        needed, no_room = self._room(vllm_config, model_config, reason)
         if not all_ranks(no_room is None, self.options.role):
             raise no_room or OutOfDeviceMemoryError(
                 f"the cache cannot be used ({reason}), and another rank has no room for a load from disk beside it",
@@ -323,6 +475,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         _forget_frames(reason)
         log.warning("loading from disk (%s): %s", self.options.fallback_load_format, reason)
         self._report(vllm_config, reason)
+        return needed
 
     def _report(self, vllm_config: Any, reason: WeightcachedError) -> None:
         if reason.code == UnsupportedPlatformForIPCError.code:
@@ -333,23 +486,29 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             # Not worth an engine.
             log.debug("the daemon was not told: %s", e)
 
-    def _no_room(
+    def _room(
         self, vllm_config: Any, model_config: Any, reason: WeightcachedError
-    ) -> OutOfDeviceMemoryError | None:
+    ) -> tuple[int, OutOfDeviceMemoryError | None]:
+        """What a load from disk takes in any case, and the error if that is more than is free."""
         if reason.code == UnsupportedPlatformForIPCError.code:
-            return None
+            return 0, None
+        needed = 0
         try:
-            device = build.device_of_worker(vllm_config.parallel_config)
-            socket = self._socket_path(vllm_config)
-            fallback.check_room(
-                vllm_config, model_config, device, socket, self.options.fallback_load_format, reason
-            )
+            if caches := self._resident(vllm_config, [reason]):
+                needed = self._least_bytes(vllm_config, model_config)
+                device = build.device_of_worker(vllm_config.parallel_config)
+                fallback.check_room(needed, device, caches, reason)
         except OutOfDeviceMemoryError as e:
-            return e
+            return needed, e
         except Exception as e:
             # Not worth an engine: the load itself says what is wrong.
             log.debug("no telling whether a load from disk has room: %s", e)
-        return None
+        return needed, None
+
+    def _least_bytes(self, vllm_config: Any, model_config: Any) -> int:
+        with build.collection_paused(), build.isolated_build(vllm_config, keep=False):
+            model = build.build_on_meta(vllm_config, model_config)
+            return room.least_bytes(model, vllm_config)
 
     def _disk_loader(self) -> Any:
         disk = dataclasses.replace(
@@ -358,6 +517,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             model_loader_extra_config=self.options.fallback_extra_config,
         )
         return get_model_loader(disk)
+
+
+def _generation_of(decision: AttachOutcome) -> tuple[str, int] | None:
+    attachment = decision.attachment
+    return (attachment.ready.cache, attachment.ready.generation) if attachment else None
 
 
 def reason_of(e: Exception) -> WeightcachedError:
@@ -381,6 +545,14 @@ def _forget_frames(e: BaseException | None) -> None:
         e = e.__cause__ or e.__context__
 
 
+def _writes_weights(vllm_config: Any) -> str:
+    """The option by which this engine would write into its weights while it runs; "" for none."""
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return "weight_transfer_config"
+    kept = getattr(vllm_config.model_config, "sleep_preserve_parameter_names", None)
+    return "sleep_preserve_parameter_names" if kept else ""
+
+
 def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
     """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError,
     UnsupportedQuantForIPCError.
@@ -391,40 +563,19 @@ def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
         raise UnsupportedPlatformForIPCError(
             f"platform {current_platform.device_name} has no segment backend"
         )
-    parallel, offload = vllm_config.parallel_config, getattr(vllm_config, "offload_config", None)
+    parallel = vllm_config.parallel_config
     for name in ("enable_eplb", "enable_elastic_ep"):
         if getattr(parallel, name, False):
             raise UnsupportedQuantForIPCError(
                 f"{name} moves experts while serving: leave it out to use the cache", code="eplb"
             )
-    if options.mode == "zero_copy" and getattr(
-        vllm_config.model_config, "enable_sleep_mode", False
-    ):
+    if options.mode == "zero_copy" and (writer := _writes_weights(vllm_config)):
         raise UnsupportedPlatformForIPCError(
-            "enable_sleep_mode frees weights that others map: use mode copy", code="sleep-mode"
+            f"{writer} writes into weights that others map: use mode copy", code="weight-transfer"
         )
-    # Where vLLM keeps them has moved: the cache's configuration had the first.
-    offloaded = {
-        "cpu_offload_gb": getattr(vllm_config.cache_config, "cpu_offload_gb", 0)
-        or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0),
-        "offload_group_size": getattr(getattr(offload, "prefetch", None), "offload_group_size", 0),
-    }
-    for name, value in offloaded.items():
+    for name, value in room.offloaded(vllm_config).items():
         if value:
             raise UnsupportedPlatformForIPCError(
                 f"{name} {value} moves weights out of device memory: set it to 0 to use the cache",
                 code="cpu-offload",
             )
-
-
-def all_ranks(ok: bool, role: str) -> bool:
-    """Whether every rank says yes; one small collective, none where the rank is alone."""
-    from vllm.distributed import get_tp_group, get_world_group
-
-    # Only the last pipeline stage loads a draft, so the world would wait for ranks that never come.
-    group = get_tp_group() if role == "draft" else get_world_group()
-    if group.world_size == 1:
-        return ok
-    flag = torch.tensor([int(ok)], dtype=torch.int32)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(flag.item())

@@ -1,7 +1,7 @@
 """Every error that leaves a module, with its wire code and exit status.
 
-`code` travels in messages and metrics and never changes; the text may. `exit_status` is what a
-command ends with. 78 (EX_CONFIG) marks what a restart cannot mend: the unit lists it in
+`code` travels in messages and metrics and never changes; the text may. A command ends with
+`exit_status`. 78 (EX_CONFIG) marks a fault that a restart does not cure: the unit lists it in
 RestartPreventExitStatus=.
 """
 
@@ -44,9 +44,7 @@ class DeviceError(WeightcachedError):
 
 
 class CheckpointError(WeightcachedError):
-    """Checkpoint files are missing, unreadable or malformed. The operator names another
-    checkpoint.
-    """
+    """Checkpoint files are missing, unreadable or malformed. The operator names another one."""
 
     code = "checkpoint"
     exit_status = EXIT_CONFIG
@@ -57,6 +55,12 @@ class CheckpointMissingError(CheckpointError):
 
     code = "checkpoint-missing"
     exit_status = EXIT_FAILURE
+
+
+class SnapshotError(WeightcachedError):
+    """A snapshot cannot be written, or is not what it says. The weights are loaded instead."""
+
+    code = "snapshot"
 
 
 class RuntimePathError(WeightcachedError):
@@ -80,17 +84,13 @@ class LayoutError(WeightcachedError):
 
 
 class SegmentError(WeightcachedError):
-    """A segment could not be created, adopted or mapped; the text names the driver or system
-    call.
-    """
+    """A segment could not be created, adopted or mapped. The text names the failed call."""
 
     code = "segment"
 
 
 class OutOfDeviceMemoryError(SegmentError):
-    """The device has less free memory than the weights need. The text says needed, free and who
-    holds it.
-    """
+    """The device has too little free memory. The text says needed, free, and who holds it."""
 
     code = "out-of-memory"
 
@@ -127,9 +127,7 @@ class CacheConfigMismatchError(WeightcachedError):
 
 
 class UnsupportedQuantForIPCError(WeightcachedError):
-    """A layer's quantization could not be attached and proven. Names module, method and
-    attribute.
-    """
+    """A layer's quantization could not be attached. Names module, method and attribute."""
 
     code = "unsupported-quantization"
     exit_status = EXIT_CONFIG
@@ -139,4 +137,11 @@ class UnsupportedPlatformForIPCError(WeightcachedError):
     """The engine's platform has no segment backend."""
 
     code = "unsupported-platform"
+    exit_status = EXIT_CONFIG
+
+
+class SharedWeightsError(WeightcachedError):
+    """A request would write into weights that other engines map. Nothing was written."""
+
+    code = "shared-weights"
     exit_status = EXIT_CONFIG

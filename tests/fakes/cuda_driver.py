@@ -143,7 +143,7 @@ class Live(NamedTuple):
     """What exists now. descriptors are this process's open exported ones; contexts are retained
     references.
 
-    blocks are what torch's allocator holds.
+    blocks are what torch's allocator holds, locked are page-locked blocks of host memory.
     """
 
     handles: int
@@ -152,6 +152,7 @@ class Live(NamedTuple):
     descriptors: int
     contexts: int
     blocks: int = 0
+    locked: int = 0
 
 
 class IllegalAddress(Exception):
@@ -235,6 +236,7 @@ class FakeDriver:
         self._mappings: dict[int, _Mapping] = {}
         self._blocks: dict[int, _Mapping] = {}
         self._reservations: dict[int, int] = {}
+        self._locked: dict[int, Any] = {}
         self._retained: Counter[int] = Counter()
         self._running: list[tuple[int, int]] = []
         self._next_handle = 1
@@ -261,6 +263,7 @@ class FakeDriver:
             descriptors=len(_allocation_fds() - self._all_internal_fds()),
             contexts=self._retained.total(),
             blocks=len(self._blocks),
+            locked=len(self._locked),
         )
 
     def current_context(self) -> int:
@@ -503,6 +506,25 @@ class FakeDriver:
             # stays whole.
             raise _Error(CUresult.CUDA_ERROR_INVALID_VALUE) from e
         ctypes.memmove(target, data, nbytes)
+
+    @_call(context=True, values=0)
+    def cuMemcpyHtoD(self, target: Any, source: int, nbytes: int) -> None:
+        held = (ctypes.c_char * nbytes).from_address(int(source))
+        try:
+            self.write(int(target), bytes(held))
+        except IllegalAddress as e:
+            raise _Error(CUresult.CUDA_ERROR_INVALID_VALUE) from e
+
+    @_call(context=True)
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> Opaque:
+        _require(nbytes > 0)
+        buffer = ctypes.create_string_buffer(nbytes)
+        self._locked[ctypes.addressof(buffer)] = buffer
+        return Opaque(ctypes.addressof(buffer))
+
+    @_call(context=True, values=0)
+    def cuMemFreeHost(self, address: Any) -> None:
+        _require(self._locked.pop(int(address), None) is not None)
 
     @_call(context=True, values=0)
     def cuMemsetD8(self, target: Any, value: int, nbytes: int) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import limits
 from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
 from tests.fakes.daemon import (
@@ -119,6 +120,7 @@ def exporter(short_tmp: Path) -> Iterator[Callable[..., Exporter]]:
         yield make
 
 
+@pytest.mark.timed
 def test_health_is_lost_within_two_seconds_of_a_daemons_death_and_comes_back(
     daemon: DaemonProcess, exporter: Callable[..., Exporter]
 ) -> None:
@@ -127,14 +129,15 @@ def test_health_is_lost_within_two_seconds_of_a_daemons_death_and_comes_back(
     assert node.address == "127.0.0.1"
     daemon.signal(signal.SIGKILL)
     took_s, text = node.until(503)
-    assert took_s < ALARM_S
+    limits.hold("/health changes", took_s, ALARM_S)
     assert text.startswith("cpu0 tiny/target: ")
     daemon.wait()
     daemon.start()
     took_s, _ = node.until(200)
-    assert took_s < ALARM_S
+    limits.hold("/health changes", took_s, ALARM_S)
 
 
+@pytest.mark.timed
 def test_health_of_a_daemon_that_hangs_is_lost_within_two_seconds(
     daemon: DaemonProcess, exporter: Callable[..., Exporter]
 ) -> None:
@@ -145,7 +148,7 @@ def test_health_of_a_daemon_that_hangs_is_lost_within_two_seconds(
         took_s, _ = node.until(503)
     finally:
         daemon.signal(signal.SIGCONT)
-    assert took_s < ALARM_S
+    limits.hold("/health changes", took_s, ALARM_S)
     node.until(200)
 
 
@@ -166,6 +169,7 @@ def test_health_names_each_cache_that_is_not_ready_and_why(
     )
 
 
+@pytest.mark.timed
 def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
     daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
 ) -> None:
@@ -179,7 +183,8 @@ def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
         )
         outcome = reload(daemon)["second/target"]
         took_s, text = node.until(expected)
-        assert (outcome, took_s < ALARM_S) == (state, True)
+        assert outcome == state
+        limits.hold("/health changes", took_s, ALARM_S)
         assert text.startswith("cpu0 second/target: failed: " if fault else "ready: 2 caches")
 
 
@@ -333,7 +338,7 @@ def test_exporter_ends_in_order_and_knows_two_paths(
     daemon: DaemonProcess, exporter: Callable[..., Exporter]
 ) -> None:
     node = exporter()
-    assert node.get("/") == (404, "there are /health and /metrics\n")
+    assert node.get("/") == (404, "unknown path: try /health or /metrics\n")
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(BOUND_S) == 0
 

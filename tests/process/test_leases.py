@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tests import limits
 from tests.fakes.checkpoints import MIB, key_of
 from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.process.conftest import Engine
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
-    Absent,
     Attach,
     Done,
     Drop,
+    Parked,
     Refused,
     Rejoin,
     Rejoined,
@@ -32,6 +35,7 @@ from weightcached.wire.messages import (
     Reload,
     ReloadReply,
     StatusReply,
+    Unmap,
 )
 
 AT_ONCE_S = 1.0
@@ -55,6 +59,7 @@ def test_status_shows_who_holds_a_lease_since_when(
     assert 0 <= time.time() - cache.engines[0].since < 10
 
 
+@pytest.mark.timed
 def test_killed_engine_gives_its_lease_back_at_once(
     daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
 ) -> None:
@@ -63,7 +68,7 @@ def test_killed_engine_gives_its_lease_back_at_once(
     killed_s = time.monotonic()
     engine.kill()
     daemon.until(lambda status: engines(status) == [], "the lease has ended")
-    assert time.monotonic() - killed_s < AT_ONCE_S
+    limits.hold("the lease ends", time.monotonic() - killed_s, AT_ONCE_S)
 
 
 def test_killed_engine_gives_its_lease_back_though_a_child_holds_its_socket(
@@ -224,7 +229,8 @@ def test_release_frees_the_generation_and_its_stored_copy(
     with daemon.client() as engine:
         engine.attach(key).close()
         engine.expect(Release(), Done)
-        assert daemon.manager.stored == {}
+        # A note of what is to stay unloaded.
+        assert list(daemon.manager.stored) == ["wc1.aside.1"]
         assert not any("memfd" in target for target in daemon.descriptors())
         assert engine.expect(Attach(key=key), Released).cache == "tiny/target"
     (cache,) = daemon.status().caches
@@ -366,10 +372,15 @@ def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(
         )
         assert daemon.status().caches[0].state == "ready"
         tool.expect(Drop(cache="tiny/target", force=True), Done)
-        assert daemon.manager.stored == {}
+        # A note of what is to stay unloaded.
+        assert list(daemon.manager.stored) == ["wc1.aside.1"]
         assert not any("memfd" in target for target in daemon.descriptors())
-        absent = engine.expect(Attach(key=key), Absent)
-    assert absent.reason == "no cache in role target on cpu0: the manifest gives it none"
+        assert engine.expect(Attach(key=key), Released).cache == "tiny/target"
+    (cache,) = daemon.status().caches
+    assert (cache.state, cache.error) == (
+        "released",
+        "dropped: 'weightcachectl reload' brings it back",
+    )
 
 
 def test_drop_of_an_unknown_cache_names_the_known_ones(daemon: DaemonProcess) -> None:
@@ -392,3 +403,77 @@ def test_drop_of_what_is_being_loaded_is_refused(
     )
     gate.write_bytes(b"")
     daemon.notified("READY=1")
+
+
+# ---- engines that sleep
+
+
+def parked(status: StatusReply) -> list[bool]:
+    return [engine.parked for cache in status.caches for engine in cache.engines]
+
+
+def test_status_shows_which_engine_sleeps(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine, daemon.client() as awake:
+        engine.attach(key).close()
+        awake.attach(key).close()
+        engine.expect(Parked(parked=True), Done)
+        assert parked(daemon.status()) == [True, False]
+        engine.expect(Parked(parked=False), Done)
+        assert parked(daemon.status()) == [False, False]
+
+
+def test_parked_engine_is_asked_for_the_room_of_a_dropped_cache(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
+    with daemon.client() as engine, daemon.client("ctl") as tool:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        engine.expect(Parked(parked=True), Done)
+        tool.send(Drop(cache="tiny/target"))
+        assert engine.receive() == Unmap()
+        # The answer waits for what was asked.
+        assert not select.select([tool.sock], [], [], 0.2)[0]
+        engine.close()
+        assert tool.receive() == Done()
+
+
+def test_drop_with_an_engine_awake_asks_nobody(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine, daemon.client() as awake, daemon.client("ctl") as tool:
+        engine.attach(key).close()
+        awake.attach(key).close()
+        engine.expect(Parked(parked=True), Done)
+        assert tool.expect(Drop(cache="tiny/target"), Refused).code == "in-use"
+        engine.expect(Parked(parked=False), Done)
+
+
+def test_parked_engines_let_go_of_the_generation_that_a_reload_replaces(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine, daemon.client() as awake, daemon.client("ctl") as tool:
+        engine.attach(key).close()
+        awake.attach(key).close()
+        engine.expect(Parked(parked=True), Done)
+        tool.send(Reload(force=True))
+        assert engine.receive() == Unmap()
+        engine.close()
+        while not isinstance(tool.receive(), ReloadReply):
+            pass
+        status = daemon.status()
+        assert (status.caches[0].generation, engines(status)) == (2, [os.getpid()])
+        # It attaches again before it wakes, to what is newest.
+        with daemon.client() as again:
+            handout = again.attach(key)
+            assert handout.ready.generation == 2
+            handout.close()
+
+
+def test_engine_that_wakes_instead_keeps_its_lease(daemon: DaemonProcess, checkpoint: Path) -> None:
+    with daemon.client() as engine, daemon.client("ctl") as tool:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        engine.expect(Parked(parked=True), Done)
+        tool.send(Drop(cache="tiny/target"))
+        assert engine.receive() == Unmap()
+        engine.expect(Parked(parked=False), Done)
+        assert tool.receive() == Done()

@@ -83,11 +83,13 @@ def text(fault: str, generation: int, cache: str = "tiny/target") -> str:
 def launcher(
     make_daemon: Launcher, models: list[dict[str, Any]], *, fault: str = ""
 ) -> DaemonProcess:
+    """Of a daemon that tries each load once: what is tried again, tests/everyday/ shows."""
     daemon = make_daemon(models)
+    daemon.options = ["--no-retry"]
     # Some of the faults are found by waiting. The others wait for a loader that a busy machine may
     # start slowly.
     if fault.startswith("hang"):
-        daemon.options = ["--stall-timeout", str(STALL_TIMEOUT_S)]
+        daemon.options += ["--stall-timeout", str(STALL_TIMEOUT_S)]
     return daemon
 
 
@@ -211,7 +213,7 @@ def test_one_failure_beside_a_healthy_model_is_ready_and_says_so(
 ) -> None:
     other = write_checkpoint(short_tmp / "other", seed=2)
     faulty = model("faulty", other, x_fault="sigkill-in-packing")
-    daemon = make_daemon([faulty, model("tiny", checkpoint)]).launch()
+    daemon = launcher(make_daemon, [faulty, model("tiny", checkpoint)]).launch()
     ready = daemon.notified("READY=1")
     assert (
         "serving 1 of 2 caches, 0.0 GiB; faulty/target: loader of faulty/target died of SIGKILL"
@@ -230,7 +232,7 @@ def test_all_permanent_failures_are_needed_for_the_status_that_forbids_a_restart
 ) -> None:
     permanent = model("a", checkpoint, x_fault="refuse-before-key")
     passing = model("b", checkpoint, x_fault="sigkill-in-packing")
-    daemon = make_daemon([permanent, passing]).launch()
+    daemon = launcher(make_daemon, [permanent, passing]).launch()
     assert daemon.wait() == 1
 
 
@@ -243,7 +245,7 @@ def test_last_error_line_may_be_long_and_hostile(
         "sys.stderr.buffer.write(b'x' * 100_000 + b'\\n50%\\r100%\\n' + b'\\x1b[31mbad \\xff end\\n\\n')\n"
         "sys.exit(5)"
     )
-    daemon = make_daemon([model("tiny", checkpoint)])
+    daemon = launcher(make_daemon, [model("tiny", checkpoint)])
     daemon.loader_command = f"python3 {script}"
     daemon.launch()
     assert daemon.wait() == 1
@@ -272,7 +274,7 @@ def test_grandchild_that_holds_all_pipes_does_not_keep_the_daemon_waiting(
     pid = short_tmp / "pid"
     script = short_tmp / "loader.sh"
     script.write_text(f"{start} & echo $! > {pid}; echo gone >&2; exit 4")
-    daemon = make_daemon([model("tiny", checkpoint)])
+    daemon = launcher(make_daemon, [model("tiny", checkpoint)])
     daemon.loader_command = f"sh {script}"
     daemon.launch()
     try:
@@ -299,7 +301,7 @@ def test_compilers_that_a_loader_started_end_with_it(
     script.write_text(
         f"{sys.executable} {compiler} & until [ -s {pid} ]; do sleep 0.05; done; echo gone >&2; exit 4"
     )
-    daemon = make_daemon([model("tiny", checkpoint)])
+    daemon = launcher(make_daemon, [model("tiny", checkpoint)])
     daemon.loader_command = f"sh {script}"
     daemon.launch()
     assert daemon.wait() == 1

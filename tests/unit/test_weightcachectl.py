@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests import limits
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon, cache, status
 from weightcached import __version__
 from weightcached.cli.weightcachectl import main
@@ -109,7 +110,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "done_bytes": 0,
                         "total_bytes": 0,
                         "error": "",
-                        "engines": [{"pid": 4242, "since": 1700000100.5}],
+                        "engines": [{"pid": 4242, "since": 1700000100.5, "parked": False}],
                         "load_phases": {"weights": 1.5, "proving": 0.25},
                     }
                 ],
@@ -199,8 +200,9 @@ def test_malformed_device_is_bad_usage(runtime: Path) -> None:
     code, out, err = said(run("status", "gpu0"), runtime)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == (
-        "Error: Invalid value for '[DEVICE]...': device 'gpu0' is none: expected GPU-<uuid> or MIG-<uuid> as "
-        "nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists this machine's"
+        "Error: Invalid value for '[DEVICE]...': 'gpu0' is not a device name: expected GPU-<uuid> or MIG-<uuid> as "
+        "nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists the devices of this "
+        "machine"
     )
 
 
@@ -218,6 +220,7 @@ def ctl(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "weightcached.cli.weightcachectl", *arguments]
 
 
+@pytest.mark.timed
 def test_status_answers_within_300_ms_of_processor_time(runtime: Path) -> None:
     """The best of three, with the interpreter's start: wall time depends on who else uses the
     machine.
@@ -234,7 +237,7 @@ def test_status_answers_within_300_ms_of_processor_time(runtime: Path) -> None:
                 - before.children_user
                 - before.children_system
             )
-    assert min(taken_s) <= 0.3
+    limits.hold("processor time of status", min(taken_s), 0.3)
 
 
 def test_status_imports_only_what_a_socket_needs(runtime: Path) -> None:

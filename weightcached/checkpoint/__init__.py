@@ -1,1 +1,1 @@
-"""Files of a checkpoint: which are read, what they hold, what identifies them."""
+"""Files of a checkpoint: which ones count, how to read them, and how to compare them."""

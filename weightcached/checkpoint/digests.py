@@ -27,8 +27,7 @@ from weightcached.checkpoint.files import StatTuple, check_unchanged, open_recor
 from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.errors import CheckpointError
 
-# Both are part of what a digest means: other values, other digests, and DIGEST_FORMAT must then
-# change.
+# Both are part of each digest. If one of them changes, DIGEST_FORMAT must change too.
 CHUNK_BYTES = 64 << 20
 SAMPLE_BYTES = 4096
 DIGEST_FORMAT = 1
@@ -55,8 +54,8 @@ class Source(NamedTuple):
 
 
 class CacheEntry(msgspec.Struct, frozen=True):
-    """One file's digests (hex) in the cache, by its status, the newest first. `check` is the
-    xxh3-64 of the other fields: a torn entry is no entry.
+    """One file's digests (hex) by its status, the newest first. `check`, the xxh3-64 of the other
+    fields, shows a torn entry.
     """
 
     format: int
@@ -65,9 +64,7 @@ class CacheEntry(msgspec.Struct, frozen=True):
 
 
 def combine(kind: str, parts: Sequence[tuple[int, bytes]]) -> str:
-    """One hex digest of (size, digest) per file, in reading order. `kind` keeps sample and full
-    digests apart.
-    """
+    """One hex digest of (size, digest) per file, in reading order. kind: `sample` or `full`."""
     hasher = xxhash.xxh3_128(f"weightcached {kind} {DIGEST_FORMAT}\0".encode())
     for nbytes, digest in parts:
         hasher.update(nbytes.to_bytes(8, "little") + digest)
@@ -188,8 +185,9 @@ def usable_cores() -> int:
 def _digest_uncached(
     sources: Sequence[Source], workers: int, advance: Callable[[int], None]
 ) -> Iterator[tuple[Source, bytes]]:
-    """Digests as files become complete. Chunks, not files, are spread over the threads: a model of
-    one large file uses all cores too.
+    """Digests as files become complete.
+
+    Threads share chunks, not files: a model of one large file uses all cores too.
     """
     # Imported here: an engine that decides on the first rung does not pay for it.
     from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -253,7 +251,7 @@ class DigestCache:
 
     @classmethod
     def of_user(cls) -> DigestCache:
-        """The cache of this user; one that never hits where no directory can be named or made."""
+        """The cache of this user; one that never hits if no directory can be named or made."""
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         directory = os.path.join(base, "weightcached", "digests")
         if not os.path.isabs(base):
@@ -282,7 +280,7 @@ class DigestCache:
         return entry.digests if entry == _checked(entry.digests) else []
 
     def put(self, key: StatTuple, digest: bytes) -> None:
-        """Keep a digest; does nothing where the directory cannot be written to."""
+        """Keep a digest; does nothing if the directory cannot be written to."""
         if self._directory is None:
             return
         others = [(stat, known) for stat, known in self._entry(key) if stat != key]

@@ -1,5 +1,4 @@
-"""Which weight files a model argument names, and how they are opened without trusting what lies at
-their paths.
+"""Which weight files a model argument names, and how to open them without trusting their paths.
 
 Mirrors the choice of vLLM's default loader for local directories and for snapshots in the local Hub
 cache; asks no network. Reads no weights: safetensors_header.py and digests.py do that, through
@@ -73,8 +72,8 @@ _SETTLE_LIMIT_S = 1.0
 
 
 class WeightFile(NamedTuple):
-    """One weight file; `name` is relative to the root, or absolute outside of it. `blob` is the
-    digest that it is called by in a Hub cache, or empty.
+    """One file. name: relative to the root, or absolute outside of it; blob: the digest that a Hub
+    cache calls it by, or empty.
     """
 
     name: str
@@ -135,7 +134,7 @@ def reading_order(name: str) -> tuple[list[tuple[int, str]], str]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], name
 
 
-# ---- where the checkpoint is
+# ---- finding the checkpoint
 
 
 def _single_file(model: str) -> set[str]:
@@ -156,9 +155,7 @@ def _single_file(model: str) -> set[str]:
 
 
 def hub_cache_dir() -> str:
-    """The Hub cache that huggingface_hub uses: HF_HUB_CACHE, HF_HOME/hub or
-    ~/.cache/huggingface/hub.
-    """
+    """The Hub cache of huggingface_hub: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub."""
     env = os.environ
     cache_home = env.get("XDG_CACHE_HOME", "~/.cache")
     home = env.get("HF_HOME", os.path.join(cache_home, "huggingface"))
@@ -202,7 +199,8 @@ def _complete_snapshots(root: str, load_format: str) -> list[str]:
 def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str:
     if not _REPO_ID.fullmatch(model):
         raise CheckpointError(
-            f"model {model!r} is no directory, no .gguf file and no Hub repository: name one that this machine can read"
+            f"model {model!r} is neither a directory nor a .gguf file nor a Hub repository: "
+            "name one of these that this machine can read"
         )
     repo = os.path.join(download_dir or hub_cache_dir(), "models--" + model.replace("/", "--"))
     wanted = revision or "main"
@@ -227,9 +225,7 @@ def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str
 
 
 def _formats(root: str, load_format: str, *, hub: bool) -> list[str]:
-    """The format in force; for a Hub model in both formats both, as the engine's choice depends on
-    the network.
-    """
+    """The format in force; of a Hub model in both formats both, since vLLM's choice needs the Hub."""
     if load_format == "auto":
         if not _matching(root, _MISTRAL_PATTERN):
             return ["hf"]
@@ -269,7 +265,7 @@ def _matching(root: str, pattern: str) -> set[str]:
 
 
 def _indexed(root: str, found: set[str], index_name: str) -> set[str]:
-    """What the index names, which must be there; without an index, what was found."""
+    """The files that the index names, which must exist; without an index, the files found."""
     path = os.path.join(root, index_name)
     if not os.path.lexists(path):
         return found
@@ -317,8 +313,9 @@ def kind_of(mode: int) -> str:
 
 
 def look_at(root: str, names: list[str]) -> list[WeightFile]:
-    """The files' records, made when none of them is so young that its next change could leave the
-    same ctime. Raises CheckpointError.
+    """The files' records. Waits until no file is so young that a change could keep its ctime.
+
+    Raises CheckpointError.
     """
     deadline = time.monotonic() + _SETTLE_LIMIT_S
     while True:
@@ -369,9 +366,7 @@ def blob_of(path: str) -> str:
 
 
 def open_regular(path: str, what: str = "weight file") -> tuple[int, os.stat_result]:
-    """A descriptor of a regular file and its status; the caller closes it. Never waits for a FIFO's
-    writer.
-    """
+    """A descriptor of a regular file, and its status. The caller closes it. Never blocks on a FIFO."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as e:
@@ -392,9 +387,7 @@ def open_regular(path: str, what: str = "weight file") -> tuple[int, os.stat_res
 
 @contextmanager
 def open_recorded(path: str, recorded: StatTuple) -> Iterator[int]:
-    """A descriptor of a file that is, and at the end still is, as recorded. Raises
-    CheckpointError.
-    """
+    """A descriptor of a file that is as recorded, before and after. Raises CheckpointError."""
     fd, info = open_regular(path)
     try:
         check_unchanged(path, recorded, info)
@@ -405,17 +398,17 @@ def open_recorded(path: str, recorded: StatTuple) -> Iterator[int]:
 
 
 def check_unchanged(path: str, recorded: StatTuple, info: os.stat_result) -> None:
-    """Require the status that was recorded. Raises CheckpointError naming what differs."""
+    """Require the recorded status. Raises CheckpointError naming the difference."""
     for field, was, now in zip(STAT_FIELDS, recorded, stat_tuple(info), strict=True):
         if was != now:
             raise CheckpointError(
                 f"weight file {path} changed since it was recorded: {field} was {was}, is {now}; "
-                "when nothing writes to the checkpoint any more: weightcachectl reload"
+                "wait until nothing writes to the checkpoint, then: weightcachectl reload"
             )
 
 
 def read_at(fd: int, path: str, buffer: memoryview, offset: int) -> None:
-    """Fill `buffer` from `offset`. Raises CheckpointError where the file ends or fails before."""
+    """Fill `buffer` from `offset`. Raises CheckpointError if the file ends or fails before."""
     done = 0
     while done < len(buffer):
         try:

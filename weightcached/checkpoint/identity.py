@@ -39,8 +39,8 @@ Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One file as it was when it was read. `name` is relative to the root, or absolute outside of
-    it; `blob` is the digest that it is called by where the Hub cache gives one.
+    """One file as it was recorded. `name` is relative to the root, or absolute outside of it; `blob`
+    is the digest that the Hub cache calls it by, or empty.
     """
 
     name: Name
@@ -96,8 +96,8 @@ def record_checkpoint(
 
     `model` is a directory, a .gguf file or a Hub repository whose snapshot is in the local cache
     (`download_dir`, or the one that HF_HUB_CACHE and HF_HOME name). Files come in reading order.
-    Call it before the weights are read and changed_files() after, so that the record stands for
-    what was read. Raises CheckpointError.
+    Call it before the weights are read and changed_files() after: then the record describes the
+    weights that were read. Raises CheckpointError.
     """
     chosen = choose_files(
         model, revision=revision, download_dir=download_dir, load_format=load_format
@@ -184,8 +184,9 @@ def changed_files(identity: CheckpointIdentity) -> list[str]:
 
 
 def sample_digest(identity: CheckpointIdentity) -> str:
-    """Digest of the headers and of a few KiB of every tensor. Raises CheckpointError for a file not
-    as recorded.
+    """Digest of the headers and of a few KiB of every tensor.
+
+    Raises CheckpointError for a file that is not as recorded.
     """
     sources = _all_sources(identity)
     return combine("sample", [(source.nbytes, sample_file(source)) for source in sources])
@@ -251,7 +252,7 @@ _Pair = tuple[FileRecord, FileRecord]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What decide() found: one of Equal, Different and Need."""
+    """The result of decide(): Equal, Different or Need."""
 
 
 class Equal(Decision, frozen=True):
@@ -332,16 +333,16 @@ def _counterparts(
         return Different("a checkpoint without weight files equals no other")
     if len(cached.files) != len(chosen):
         return Different(
-            f"the cached checkpoint has {len(cached.files)} weight files, the one asked for {len(chosen)}"
+            f"the cached checkpoint has {len(cached.files)} weight files, the requested one {len(chosen)}"
         )
     known = {file.name: file for file in (*asked.extra, *asked.files)}
     absent = set(asked.absent)
     for name in (file.name for file in cached.extra):
         if name in absent:
-            return Different(f"{name}, which the load read, is missing in the one asked for")
+            return Different(f"{name}, which the load read, is missing in the requested one")
     for name in cached.absent:
         if name in known:
-            return Different(f"{name}, which the load did not find, is in the one asked for")
+            return Different(f"{name}, which the load did not find, is in the requested one")
     if not absent.issuperset(cached.absent) or any(f.name not in known for f in cached.extra):
         return Need("files", ("asked",))
     return chosen + [known[file.name] for file in cached.extra]
@@ -356,22 +357,25 @@ def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity, pairs: list[
     """Why the two cannot be equal, or nothing."""
     for ours, theirs in pairs:
         if ours.size != theirs.size:
-            return f"{ours.name} has {ours.size} bytes in the cached checkpoint, {theirs.name} asked for {theirs.size}"
+            return (
+                f"{ours.name} has {ours.size} bytes in the cached checkpoint, "
+                f"{theirs.name} has {theirs.size} in the requested one"
+            )
         if ours.blob and theirs.blob and ours.blob != theirs.blob:
-            return f"{ours.name} is Hub blob {ours.blob} in the cached checkpoint, {theirs.blob} in the one asked for"
+            return f"{ours.name} is Hub blob {ours.blob} in the cached checkpoint, {theirs.blob} in the requested one"
     if cached.full and asked.full and cached.full != asked.full:
-        return f"full digest is {cached.full} in the cached checkpoint, {asked.full} in the one asked for"
+        return f"full digest is {cached.full} in the cached checkpoint, {asked.full} in the requested one"
     if cached.sample and asked.sample and cached.sample != asked.sample:
-        return f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the one asked for"
+        return f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the requested one"
     return ""
 
 
 def _same_blobs(cached: CheckpointIdentity, asked: CheckpointIdentity, pairs: list[_Pair]) -> bool:
     """Whether both are, file by file, the same Hub blobs.
 
-    A blob's name vouches for its bytes only while nobody writes to it. Where both records mean one
-    and the same blob file, by inode or by its place in one cache, and its status is not the same,
-    somebody did.
+    A blob's name vouches for its bytes only while nobody writes to it. If both records mean the
+    same blob file, by inode or by its place in one cache, and its status differs, somebody wrote to
+    it.
     """
     one_cache = _hub_repository(cached.root) == _hub_repository(asked.root)
     for ours, theirs in pairs:
@@ -391,9 +395,7 @@ def _hub_repository(snapshot: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`full`: identity from standard input, the same with its full digest to standard output.
-    Returns the status.
-    """
+    """`full`: read an identity from stdin, write it with its full digest. Returns the status."""
     if list(argv) != ["full"]:
         sys.stderr.write("usage: python -m weightcached.checkpoint.identity full < identity.json\n")
         return EXIT_USAGE
@@ -412,9 +414,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lower_priority() -> None:
-    """Leave processor and disk to the engines. The kernel derives the disk's priority, too, from
-    this policy.
-    """
+    """Leave processor and disk to the engines. The policy also lowers the disk's priority."""
     os.nice(19)
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -39,7 +39,7 @@ _BITS = {
 
 
 class TensorSpan(NamedTuple):
-    """Where one tensor's bytes are, counted from the start of the file."""
+    """The range of one tensor's bytes, counted from the start of the file."""
 
     name: str
     begin: int
@@ -47,9 +47,7 @@ class TensorSpan(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A checked header. `raw` is the JSON as it stands in the file; `tensors` come in the order of
-    their bytes.
-    """
+    """A checked header. raw: the JSON as in the file; tensors: in the order of their bytes."""
 
     raw: bytes
     tensors: list[TensorSpan]
@@ -67,9 +65,7 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 
 
 def read_header(fd: int, path: str, file_nbytes: int) -> Header:
-    """Read and check the header of a safetensors file. Raises CheckpointError naming file, tensor
-    and value.
-    """
+    """Read and check a safetensors header. Raises CheckpointError naming file, tensor and value."""
     raw = _read_raw(fd, path, file_nbytes)
     if raw.count(b":") > 4 * MAX_TENSORS:
         raise CheckpointError(
@@ -80,7 +76,7 @@ def read_header(fd: int, path: str, file_nbytes: int) -> Header:
         _metadata.decode(entries.pop(_METADATA, msgspec.Raw(b"{}")))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise CheckpointError(
-            f"weight file {path}: its header is no safetensors header: {e}"
+            f"weight file {path}: its header is not a safetensors header: {e}"
         ) from e
     data_begin = _LENGTH_BYTES + len(raw)
     tensors = [_span(path, name, entry, data_begin) for name, entry in entries.items()]

@@ -54,6 +54,11 @@ def main() -> None:
     show_default="one for every 4 cores, at most 3",
     help="How many models that wait to be loaded import vLLM meanwhile, each in 1 to 2 GB of host memory.",
 )
+@click.option(
+    "--no-retry",
+    is_flag=True,
+    help="End with status 1 when nothing could be loaded, instead of trying again.",
+)
 # For tests and for emergencies; the defaults are part of what the unit's timeouts assume.
 @click.option(
     "--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader."
@@ -77,6 +82,7 @@ def serve(
     socket_dir: Path | None,
     log_level: str,
     loaders_ahead: int | None,
+    no_retry: bool,
     loader_command: str | None,
     stall_timeout: float,
     idle_timeout: float,
@@ -84,10 +90,10 @@ def serve(
     """Serve the weights of DEVICE until told to stop.
 
     DEVICE is GPU-<uuid>, MIG-<uuid>, or cpuN for host memory. SIGHUP reads the manifest again;
-    SIGTERM stops.
+    SIGTERM stops. What cannot be loaded now and may be later is tried again, after 1 s to 5 min.
 
-    Exit status: 0 stopped, 1 nothing could be loaded, 2 bad usage, 75 another daemon serves DEVICE,
-    78 the configuration must be changed first.
+    Exit status: 0 stopped, 1 a fault, 2 bad usage, 75 another daemon serves DEVICE, 78 the
+    configuration must be changed first.
     """
     logs.configure(log_level)
     _end(
@@ -97,6 +103,7 @@ def serve(
                 manifest=manifest.absolute() if manifest else None,
                 socket_dir=socket_dir.absolute() if socket_dir else None,
                 loaders_ahead=loaders_ahead,
+                retry=not no_retry,
                 loader_command=shlex.split(loader_command) if loader_command else None,
                 stall_timeout_s=stall_timeout,
                 idle_timeout_s=idle_timeout,

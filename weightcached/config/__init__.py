@@ -1,1 +1,1 @@
-"""The manifest, and what follows from it: ranks, rendezvous, drafts."""
+"""The manifest, and the ranks, rendezvous and drafts that follow from it."""

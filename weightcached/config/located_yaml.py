@@ -1,7 +1,7 @@
 """YAML values that know their file, line and key, so that an error can name all three.
 
-Only what JSON can hold is read: mappings with string keys, lists, strings, integers, floats,
-booleans, null. What the keys mean is the caller's (manifest.py).
+Reads only values that JSON can hold: mappings with string keys, lists, strings, integers, floats,
+booleans, null. The caller gives the keys their meaning (manifest.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml
 from weightcached.errors import ManifestError
 
 MAX_FILE_BYTES = 1 << 20
-# Aliases let a small file describe a huge or an endless value; these bound what is followed.
+# Aliases let a small file describe a huge or endless value; these limits stop that.
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 _INT64 = range(-(2**63), 2**63)
@@ -27,16 +27,14 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def read(path: Path) -> Value:
-    """The document in the file `path`. Raises ManifestError if it cannot be read or is no single
-    YAML document.
-    """
+    """The document in the file `path`. Raises ManifestError unless it is one readable document."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as e:
         raise ManifestError(f"{path}: cannot be read: {e.strerror}") from e
     if len(data) > MAX_FILE_BYTES:
-        raise ManifestError(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no manifest is")
+        raise ManifestError(f"{path}: larger than {MAX_FILE_BYTES} bytes: a manifest is smaller")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -75,7 +73,7 @@ def listed(values: Iterable[str]) -> str:
 
 
 def near_miss(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing where no known word is close."""
+    """` (did you mean 'x'?)`, or "" if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -88,9 +86,7 @@ class _Document:
 
 @dataclass(frozen=True)
 class Value:
-    """One value of a document. `key` is its path, e.g. `models[0].devices[1]`, empty for the
-    document itself.
-    """
+    """One value of a document. key: its path, e.g. `models[0].devices[1]`; "" for the document."""
 
     document: _Document
     node: yaml.Node
@@ -113,7 +109,7 @@ class Value:
         raise ManifestError(f"{self.document.path}:{line or self.line}:{key} {text}")
 
     def described(self) -> str:
-        """The value for a message, with its type where it is no string."""
+        """The value for a message, with its type unless it is a string."""
         if isinstance(self.node, yaml.MappingNode):
             return "a mapping"
         if isinstance(self.node, yaml.SequenceNode):
@@ -131,9 +127,7 @@ class Value:
         )
 
     def mapping(self, known: Iterable[str] | None = None) -> dict[str, Value]:
-        """The entries by key. Raises ManifestError for a duplicate key or, with `known`, for an
-        unknown one.
-        """
+        """The entries by key. Raises ManifestError for a duplicate key, and for one not in `known`."""
         if not isinstance(self.node, yaml.MappingNode):
             self.fail(f"expected a mapping, got {self.described()}")
         entries: dict[str, Value] = {}
@@ -174,7 +168,7 @@ class Value:
             child.fail(f"nested too deeply: at most {MAX_DEPTH} levels are allowed")
         if self.document.values > MAX_VALUES:
             child.fail(
-                f"more than {MAX_VALUES} values, aliases counted each time: no manifest is so large"
+                f"more than {MAX_VALUES} values, aliases counted each time: a manifest has fewer"
             )
         return child
 
@@ -220,7 +214,7 @@ class Value:
         try:
             value = yaml.constructor.SafeConstructor().construct_object(self.node)
         except (yaml.YAMLError, ValueError, KeyError) as e:
-            raise self._error(f"{self.node.value!r} is no {self.kind}") from e
+            raise self._error(f"{self.node.value!r} is not of type {self.kind}") from e
         if isinstance(value, float) and not math.isfinite(value):
             self.fail(f"expected a finite number, got {self.described()}")
         if isinstance(value, int) and value not in _INT64:

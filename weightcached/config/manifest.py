@@ -37,8 +37,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the manifest. `devices` are in local-rank order, or ["all"]; `engine` are vLLM
-    engine arguments.
+    """One entry of the manifest.
+
+    devices: in local-rank order, or ["all"]; engine: vLLM engine arguments.
     """
 
     name: str
@@ -53,8 +54,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.devices == [ALL] or device in self.devices
 
     def rank_of(self, device: str) -> int:
-        """The local rank on `device`; 0 on each where the model is on all. Raises DeviceError where
-        it is on none.
+        """The local rank on `device`; always 0 if the model is on all devices.
+
+        Raises DeviceError if the model is not on it.
         """
         if not self.is_on(device):
             raise DeviceError(
@@ -63,16 +65,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.devices == [ALL] else self.devices.index(device)
 
     def placement_of(self, device: str) -> Placement:
-        """The ranks that `device` serves. Raises DeviceError where the model is not on it."""
+        """The ranks that `device` serves. Raises DeviceError if the model is not on it."""
         return layout_of(self.engine).place(self.rank_of(device))
 
     def digest(self, device: str) -> str:
-        """Names what a generation on `device` was loaded from; changes with anything that changes
-        the load.
+        """Identifies the entry that a generation on `device` is loaded from, as hex sha256. Changes
+        with everything that changes the load.
 
-        Hex sha256. The name is left out: it is the cache's own; so are `identity` and where a group
-        meets, which change no byte that is loaded, and so are the peers' devices, of which only
-        this device's rank counts.
+        It leaves out the name, which belongs to the cache; `identity` and the address of a group,
+        which change no loaded byte; and the peers' devices, because only this device's rank counts.
         """
         loaded_from = [
             self.engine,
@@ -135,7 +136,7 @@ def _check_ports(model: ModelSpec, others: list[ModelSpec], keys: dict[str, Valu
     for other in others:
         if shared := _ports(model) & _ports(other):
             keys["rendezvous"].fail(
-                f"port {min(shared)} is that of a group of {other.name} too: choose another"
+                f"port {min(shared)} belongs to a group of {other.name} too: choose another"
             )
 
 

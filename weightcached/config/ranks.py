@@ -60,9 +60,7 @@ class Layout(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What one device serves. `rank` counts within its data parallel replica. Dense models ignore
-    `ep_rank`.
-    """
+    """The ranks of one device. `rank` counts within its replica. Dense models ignore `ep_rank`."""
 
     local: int
     global_rank: int
@@ -76,7 +74,7 @@ class Placement(NamedTuple):
 def layout_of(engine: Mapping[str, Any]) -> Layout:
     """The layout that vLLM gives these engine arguments, by their Python names, on this node.
 
-    Raises PlacementError for what cannot be laid out, before anything is loaded.
+    Raises PlacementError for arguments that have no layout, before anything is loaded.
     """
     _check_values(engine)
     tp, pp, dp = (engine.get(key) or 1 for key in SIZES)
@@ -86,8 +84,9 @@ def layout_of(engine: Mapping[str, Any]) -> Layout:
 
 
 def place(engine: Mapping[str, Any], devices: Sequence[str]) -> list[tuple[str, Placement]]:
-    """Every device with its ranks, in local-rank order. Raises PlacementError also for too few or
-    too many devices.
+    """Every device with its ranks, in local-rank order.
+
+    Raises PlacementError, also for too few or too many devices.
     """
     layout = layout_of(engine)
     if len(devices) != layout.local_ranks:
@@ -96,9 +95,7 @@ def place(engine: Mapping[str, Any], devices: Sequence[str]) -> list[tuple[str, 
 
 
 def needs(engine: Mapping[str, Any]) -> str:
-    """How many devices the layout needs and why, e.g. "tensor_parallel_size 2 × data_parallel_size
-    2 needs 4".
-    """
+    """The number of devices and why, e.g. "tensor_parallel_size 2 × data_parallel_size 2 needs 4"."""
     sizes = [f"{key} {engine[key]}" for key in SIZES if engine.get(key) not in (None, 1)]
     text = " × ".join(sizes) or "one rank"
     layout = layout_of(engine)
@@ -123,7 +120,7 @@ def _check_values(engine: Mapping[str, Any]) -> None:
     for key in _MOVING_EXPERTS:
         if engine.get(key):
             raise PlacementError(
-                key, f"{key} moves experts while serving, the cached weights stay: leave it out"
+                key, f"{key} moves experts while serving, cached weights cannot move: leave it out"
             )
 
 

@@ -22,15 +22,13 @@ KEYS = ("group", "draft_port", "timeout_s")
 DEFAULT_TIMEOUT_S = 300
 # The daemon ends a loader that says nothing for 600 s.
 MAX_TIMEOUT_S = 540
-# What the engine listens on, and the port where vLLM puts it if the arguments say nothing.
+# Arguments that name ports of the engine, with vLLM's defaults.
 _ENGINE_PORTS = {"master_port": 29501, "data_parallel_rpc_port": 29550}
 _PORTS = range(1024, 65536)
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a group meets: `host`, an address of rank 0's node, and how long each rank waits for
-    the others there.
-    """
+    """Where a group meets, and for how long each rank waits. host: an address of rank 0's node."""
 
     host: str
     port: int
@@ -42,7 +40,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(value: Value, engine: Mapping[str, Any]) -> Rendezvous | None:
-    """`solo` is None. Raises ManifestError for a place where the ranks could not meet."""
+    """`solo` is None. Raises ManifestError for an address where the ranks could not meet."""
     if value.kind != "map":
         if value.one_of((SOLO, "group")) == SOLO:
             return None
@@ -93,7 +91,7 @@ def _check(found: Rendezvous, engine: Mapping[str, Any], keys: Mapping[str, Valu
             )
         if layout.pp_size > 1:
             keys["group"].fail(
-                "only the last pipeline stage has the draft, so its group cannot be formed: write rendezvous: solo"
+                "only the last pipeline stage has the draft, so it cannot form a group: write rendezvous: solo"
             )
     for key, port in ports.items():
         for argument in _engine_ports(engine, layout):
@@ -101,7 +99,8 @@ def _check(found: Rendezvous, engine: Mapping[str, Any], keys: Mapping[str, Valu
                 _refuse_port(keys.get(key, keys["group"]), port, argument)
     if several_nodes(layout) and is_loopback(found.host):
         keys["group"].fail(
-            f"{found.host} is each node's own, and the ranks are on several: write an address of the node with rank 0"
+            f"{found.host} is a loopback address, and the ranks are on several nodes: write an "
+            "address of the node with rank 0"
         )
 
 
@@ -126,9 +125,7 @@ def several_nodes(layout: Layout) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is the same machine for everybody who asks. Names are taken by their
-    word.
-    """
+    """Whether each node takes the host for itself. Names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,5 +1,6 @@
-"""Which caches the manifest places on a device, as a function of data: the daemon loads them, the
-exporter checks them, `weightcachectl plan` lists them.
+"""Which caches the manifest places on a device, as a function of data.
+
+The daemon loads them, the exporter checks them, `weightcachectl plan` lists them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ class Wanted(NamedTuple):
 
 
 def wanted_caches(manifest: Manifest, device: str) -> list[Wanted]:
-    """What the manifest places on `device`, in its order; a model with a draft model has two
-    caches.
-    """
+    """The caches that the manifest places on `device`, in its order; with a draft there are two."""
     return [
         Wanted(f"{spec.name}/{role}", role, spec, spec.digest(device))
         for spec in manifest.on(device)

@@ -27,10 +27,11 @@ Source = Literal["loaded", "adopted"]
 TRANSITIONS: dict[CacheState, frozenset[CacheState]] = {
     "loading": frozenset({"ready", "failed"}),
     "ready": frozenset({"ready", "released", "loading"}),
-    "failed": frozenset({"loading"}),
-    "released": frozenset({"loading"}),
+    "failed": frozenset({"loading", "released"}),
+    "released": frozenset({"loading", "released"}),
 }
 QUEUED = "queued"
+DROPPED = "dropped: 'weightcachectl reload' brings it back"
 
 
 class Generation:
@@ -156,6 +157,8 @@ class Cache:
 
     def begin_load(self) -> LoadProgress:
         """A load is due; what is ready stays so."""
+        if self.state == "released":
+            self.error = ""
         if self.state in ("failed", "released"):
             self._move("loading")
         self.load = LoadProgress()
@@ -188,12 +191,21 @@ class Cache:
         self.generation = None
         return generation
 
+    def drop(self) -> Generation | None:
+        """Serve nothing until a reload asks for it. Returns the generation for the caller to
+        retire.
+        """
+        self._move("released")
+        generation, self.generation = self.generation, None
+        self.error = DROPPED
+        return generation
+
     def _move(self, to: CacheState) -> None:
         if to not in TRANSITIONS[self.state]:
             raise AssertionError(f"cache {self.name} cannot go from {self.state} to {to}")
         self.state = to
 
-    def status(self, leases: Leases) -> CacheStatus:
+    def status(self, leases: Leases, *, retry_at: float | None = None) -> CacheStatus:
         """The cache as `weightcachectl status` shows it; of one that loads anew, the generation is
         the served one.
         """
@@ -214,7 +226,15 @@ class Cache:
             error=self.error,
             engines=leases.engines(self.name),
             eta_s=load.eta_s() if load else None,
+            retry_at=retry_at,
         )
+
+
+class Aside(msgspec.Struct, frozen=True, array_like=True):
+    """A cache that a Drop or an engine in copy mode took out of service."""
+
+    role: Role
+    error: str = ""
 
 
 class Caches:
@@ -244,11 +264,22 @@ class Caches:
         """Serve what the descriptor store had kept."""
         self.ensure(generation.cache, generation.role).publish(generation)
 
+    def set_aside(self, name: str, aside: Aside) -> None:
+        """A cache that was released or dropped before this daemon started."""
+        cache = self.ensure(name, aside.role)
+        cache.state, cache.error = "released", aside.error
+
+    def aside(self) -> dict[str, Aside]:
+        """What is to stay unloaded until a reload asks for it, also across a restart."""
+        return {x.name: Aside(x.role, x.error) for x in self if x.state == "released"}
+
     def remove(self, name: str) -> Generation | None:
-        """Forget a cache. Returns the generation it served, for the caller to retire."""
-        cache = self._caches.pop(name)
+        """Forget a cache, if it is known. Returns the generation it served, for the caller to
+        retire.
+        """
+        cache = self._caches.pop(name, None)
         self.changed.fire()
-        return cache.generation
+        return cache.generation if cache else None
 
     @property
     def state(self) -> CacheState:

@@ -3,39 +3,39 @@ daemon is gone.
 
 One generation is one set: names "wc1.<first 40 hex digits of the index digest>.<place>", place
 "index" or the number of the segment. The index is stored first, so a set cut short by a crash is
-recognised as incomplete. Without NOTIFY_SOCKET every call does nothing. See sd_notify(3) and
-sd_listen_fds(3).
+recognised as incomplete. Beside the sets stands at most one note, "wc1.aside.<n>": which caches are
+to stay unloaded. It lives as long as the weights do: across crashes and restarts, not across a
+stop. Without NOTIFY_SOCKET every call does nothing. See sd_notify(3) and sd_listen_fds(3).
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
 import logging
-import os
 import re
-import select
-import socket
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from weightcached.daemon.caches import Generation
+import msgspec
+
+from weightcached.daemon.caches import Aside, Generation
 from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
 from weightcached.system import gpus
-from weightcached.system.fds import OwnedFd, close_all, read_sealed
-from weightcached.system.notify import LISTEN_FDS_START
+from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd
+from weightcached.system.notify import StoreConnection, Stored
 from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)
 
 # The manager answers in microseconds; when it is stopped or far behind we go on and say so.
-_BARRIER_TIMEOUT_S = 30.0
+_MANAGER_TIMEOUT_S = 30.0
 _INDEX = "index"
 _NAME = re.compile(r"wc1\.([0-9a-f]{40})\.(index|0|[1-9][0-9]{0,5})")
+_NOTE = re.compile(r"wc1\.aside\.([0-9]{1,9})")
+_MAX_NOTE_BYTES = 1 << 20
 
 
 class StoreError(Exception):
@@ -51,22 +51,17 @@ class FdStore:
 
     def __init__(self, notify_socket: str | None) -> None:
         self._address = notify_socket
-
-    @property
-    def available(self) -> bool:
-        return self._address is not None
+        self._note = 0
 
     def put(self, generation: Generation) -> None:
         """Store all descriptors of a generation; returns once the manager has taken them. Raises
         StoreError.
         """
         tag = _tag(generation.index_digest)
-        with self._connected() as sock, generation.handout() as fds:
+        with self._connection() as manager, generation.handout() as fds:
             for place, fd in zip([_INDEX, *map(str, range(len(fds) - 1))], fds, strict=True):
-                # FDPOLL=0: the manager would otherwise watch the descriptor and drop it on POLLHUP
-                # or POLLERR.
-                _send(sock, f"FDSTORE=1\nFDNAME={tag}.{place}\nFDPOLL=0", fd.fileno())
-            _barrier(sock)
+                manager.store(f"{tag}.{place}", fd)
+            manager.barrier()
 
     def remove(self, generation: Generation) -> None:
         """Take a generation out. Raises StoreError."""
@@ -76,81 +71,55 @@ class FdStore:
             [*(f"{tag}.{n}" for n in range(len(generation.segment_nbytes))), f"{tag}.{_INDEX}"]
         )
 
+    def note_aside(self, aside: Mapping[str, Aside]) -> None:
+        """Keep what is to stay unloaded, in place of what was noted before. Raises StoreError."""
+        last, self._note = self._note, self._note + 1
+        with self._connection() as manager:
+            if aside:
+                with sealed_memfd("weightcached-aside", msgspec.json.encode(aside)) as fd:
+                    manager.store(f"wc1.aside.{self._note}", fd)
+            # After the new one: cut short, two notes stand there, of which the later counts.
+            manager.remove(f"wc1.aside.{last}")
+            manager.barrier()
+
+    def take_note(self, stored: list[Stored]) -> dict[str, Aside]:
+        """What an earlier daemon noted; taken out of `stored`, and kept in the store."""
+        notes = {int(m[1]): item for item in stored if (m := _NOTE.fullmatch(item.name))}
+        stored[:] = [item for item in stored if not _NOTE.fullmatch(item.name)]
+        if not notes:
+            return {}
+        self._note = max(notes)
+        try:
+            data = read_sealed(notes[self._note].fd.fileno(), max_nbytes=_MAX_NOTE_BYTES)
+            return msgspec.json.decode(data, type=dict[str, Aside])
+        except (ValueError, OSError) as e:
+            log.warning("stored note passed over name=%s error=%s", notes[self._note].name, e)
+            return {}
+        finally:
+            close_all(item.fd for item in notes.values())
+
     def remove_names(self, names: list[str]) -> None:
         """Take descriptors out by name; returns once the manager has closed them. Raises
         StoreError.
         """
-        with self._connected() as sock:
+        with self._connection() as manager:
             for name in names:
-                _send(sock, f"FDSTOREREMOVE=1\nFDNAME={name}")
+                manager.remove(name)
             # Once we say that something was freed, it has been.
-            _barrier(sock)
+            manager.barrier()
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[socket.socket | None]:
-        if self._address is None:
-            yield None
-            return
-        # "@" stands for the zero byte of an abstract socket.
-        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+    def _connection(self) -> Iterator[StoreConnection]:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-                sock.settimeout(_BARRIER_TIMEOUT_S)
-                sock.connect(address)
-                yield sock
+            with StoreConnection(self._address, timeout_s=_MANAGER_TIMEOUT_S) as manager:
+                yield manager
         except OSError as e:
             raise StoreError(
                 f"the service manager's socket {self._address}: {e.strerror or e}"
             ) from e
 
 
-def _send(sock: socket.socket | None, state: str, fd: int | None = None) -> None:
-    if sock is None:
-        return
-    ancillary = (
-        [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-    )
-    sock.sendmsg([state.encode()], ancillary, socket.MSG_NOSIGNAL)
-
-
-def _barrier(sock: socket.socket | None) -> None:
-    """Return once the manager has worked through everything sent so far: it then closes its end of
-    a pipe.
-    """
-    if sock is None:
-        return
-    reader, writer = map(OwnedFd, os.pipe2(os.O_CLOEXEC))
-    with reader:
-        with writer:
-            _send(sock, "BARRIER=1", writer.fileno())
-        poll = select.poll()
-        poll.register(reader.fileno(), select.POLLHUP)
-        if not poll.poll(_BARRIER_TIMEOUT_S * 1000):
-            raise TimeoutError(f"no answer for {_BARRIER_TIMEOUT_S:.0f} s")
-
-
 # ---- adoption
-
-
-class Stored(NamedTuple):
-    """A descriptor as the manager passed it, under its name in the store."""
-
-    name: str
-    fd: OwnedFd
-
-
-def inherited(environ: MutableMapping[str, str]) -> list[Stored]:
-    """The descriptors that the manager passed to this very process; the variables are removed."""
-    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
-    names = environ.pop("LISTEN_FDNAMES", "").split(":")
-    if pid != str(os.getpid()) or not count.isdecimal():
-        return []
-    stored = []
-    for number in range(int(count)):
-        fd = LISTEN_FDS_START + number
-        fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-        stored.append(Stored(names[number] if number < len(names) else "", OwnedFd(fd)))
-    return stored
 
 
 class Expected(NamedTuple):

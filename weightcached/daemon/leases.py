@@ -8,9 +8,17 @@ a Drop or a Release would surprise.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Callable, Collection
+from typing import Protocol
 
-from weightcached.wire.messages import EngineStatus
+from weightcached.wire.messages import EngineStatus, OldGeneration
+
+log = logging.getLogger(__name__)
+
+# Unmapping 15 GiB takes some 10 ms, and more where the engine's host is busy.
+UNMAP_TIMEOUT_S = 10.0
 
 
 class Broadcast:
@@ -41,16 +49,43 @@ class Broadcast:
             pass
 
 
+class Leased(Protocol):
+    """A generation, as far as leases look at it. Which one it is, identity tells and not its
+    number: numbers begin again once a cache has been forgotten.
+    """
+
+    cache: str
+    number: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Lease:
-    """One engine's hold on one generation. `since` is in seconds since the epoch."""
+    """One engine's hold on one generation. `since` is in seconds since the epoch.
 
-    __slots__ = ("cache", "generation", "pid", "since")
 
-    def __init__(self, cache: str, generation: int, pid: int) -> None:
-        self.cache = cache
+    A parked engine sleeps; `ask_to_unmap` sends it the question.
+    """
+
+    __slots__ = ("ask_to_unmap", "generation", "parked", "pid", "since")
+
+    def __init__(self, generation: Leased, pid: int, ask_to_unmap: Callable[[], object]) -> None:
         self.generation = generation
         self.pid = pid
         self.since = time.time()
+        self.parked = False
+        self.ask_to_unmap = ask_to_unmap
+
+    def status(self) -> EngineStatus:
+        held = self.generation
+        return EngineStatus(
+            pid=self.pid,
+            since=self.since,
+            generation=held.number,
+            bytes=held.nbytes,
+            parked=self.parked,
+        )
 
 
 class Leases:
@@ -59,27 +94,72 @@ class Leases:
     def __init__(self) -> None:
         # A dict as an ordered set.
         self._leases: dict[Lease, None] = {}
-        self._changed = Broadcast()
+        self.changed = Broadcast()
 
-    def begin(self, cache: str, generation: int, pid: int) -> Lease:
-        lease = Lease(cache, generation, pid)
+    def begin(
+        self, generation: Leased, pid: int, ask_to_unmap: Callable[[], object] = lambda: None
+    ) -> Lease:
+        lease = Lease(generation, pid, ask_to_unmap)
         self._leases[lease] = None
+        self.changed.fire()
         return lease
 
     def end(self, lease: Lease) -> None:
         """End a lease; one that has ended already is left alone."""
         if lease in self._leases:
             del self._leases[lease]
-            self._changed.fire()
+            self.changed.fire()
 
-    def on(self, cache: str, generation: int | None = None) -> list[Lease]:
-        """The leases on a cache, or on one generation of it."""
-        return [x for x in self._leases if x.cache == cache and generation in (None, x.generation)]
+    def on(self, generation: Leased) -> list[Lease]:
+        """The leases on one generation."""
+        return [lease for lease in self._leases if lease.generation is generation]
 
-    async def none_on(self, cache: str, generation: int) -> None:
+    def awake(self, generation: Leased) -> list[Lease]:
+        """The leases on a generation of engines that do not sleep, and would not unmap it."""
+        return [lease for lease in self.on(generation) if not lease.parked]
+
+    async def none_on(self, generation: Leased) -> None:
         """Return once nobody holds this generation."""
-        while self.on(cache, generation):
-            await self._changed.wait()
+        while self.on(generation):
+            await self.changed.wait()
+
+    def park(self, lease: Lease, parked: bool) -> None:
+        """Take notice that the engine of a lease sleeps, or that it has woken."""
+        lease.parked = parked
+        self.changed.fire()
+
+    async def unmap_parked(self, generation: Leased, *, timeout_s: float = UNMAP_TIMEOUT_S) -> None:
+        """Ask the parked engines of a generation to unmap it, and wait until each has, or woke, or
+        the timeout is over. Those that are awake keep it.
+        """
+        asked = [lease for lease in self.on(generation) if lease.parked]
+        for lease in asked:
+            lease.ask_to_unmap()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(lease in self._leases and lease.parked for lease in asked):
+                    await self.changed.wait()
+        except TimeoutError:
+            left = [lease.pid for lease in asked if lease in self._leases and lease.parked]
+            log.warning("parked engines do not unmap cache=%s pids=%s", generation.cache, left)
 
     def engines(self, cache: str) -> list[EngineStatus]:
-        return [EngineStatus(pid=x.pid, since=x.since) for x in self.on(cache)]
+        """Who holds any generation of a cache."""
+        return [lease.status() for lease in self._leases if lease.generation.cache == cache]
+
+    def old(self, served: Collection[Leased]) -> list[OldGeneration]:
+        """What engines hold of generations that are not `served` any more: memory that their end
+        frees.
+        """
+        current = {id(generation) for generation in served}
+        held = {id(x.generation): x.generation for x in self._leases}
+        return [
+            OldGeneration(
+                cache=generation.cache,
+                generation=generation.number,
+                bytes=generation.nbytes,
+                engines=[lease.status() for lease in self.on(generation)],
+            )
+            for key, generation in held.items()
+            if key not in current
+        ]

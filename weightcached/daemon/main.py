@@ -14,14 +14,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from weightcached import __version__
 from weightcached.daemon import fdstore
-from weightcached.daemon.caches import Caches, Generation
+from weightcached.daemon.caches import Aside, Cache, Caches, Generation
 from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.endpoint import Endpoint
@@ -29,7 +29,7 @@ from weightcached.daemon.fairness import Queues
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
-from weightcached.daemon.notify import Notifier, watchdog_period_s
+from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
@@ -42,8 +42,17 @@ from weightcached.errors import (
     ManifestError,
     RuntimePathError,
 )
+from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir
-from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
+from weightcached.wire import resident
+from weightcached.wire.messages import (
+    CacheOutcome,
+    CacheStatus,
+    Refused,
+    ReloadReply,
+    StatusReply,
+)
+from weightcached.wire.resident import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +77,9 @@ class ServeOptions:
     socket_dir: Path | None = None
     loaders_ahead: int | None = None
     loader_command: Sequence[str] | None = None
+    # Whether what failed and may succeed later is tried again here; if not, a daemon with nothing
+    # to serve ends with status 1.
+    retry: bool = True
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
 
@@ -84,8 +96,10 @@ def run(options: ServeOptions) -> int:
     with Endpoint(device, directory) as endpoint:
         _raise_descriptor_limit()
         store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
-        adopted = _adopt(device, store)
-        return asyncio.run(_live(options, endpoint, endpoint.listen(), store, adopted))
+        stored = inherited(os.environ)
+        aside = store.take_note(stored)
+        adopted = _adopt(device, store, stored, aside)
+        return asyncio.run(_live(options, endpoint, endpoint.listen(), store, adopted, aside))
 
 
 def _raise_descriptor_limit() -> None:
@@ -97,10 +111,23 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _adopt(device: str, store: fdstore.FdStore) -> list[Generation]:
+def _adopt(
+    device: str,
+    store: fdstore.FdStore,
+    stored: list[Stored],
+    aside: Mapping[str, Aside],
+) -> list[Generation]:
     """Take back what the manager kept for us, before anything can fail for another reason."""
-    expected = fdstore.Expected(device, _boot_id(), fdstore.current_driver(device))
-    generations = fdstore.adopt(fdstore.inherited(os.environ), expected, store.remove_names)
+    expected = fdstore.Expected(device, boot_id(), fdstore.current_driver(device))
+    generations = fdstore.adopt(stored, expected, store.remove_names)
+    for g in [g for g in generations if g.cache in aside]:
+        # The daemon before ended while it freed this one.
+        generations.remove(g)
+        g.retire()
+        try:
+            store.remove(g)
+        except fdstore.StoreError as e:
+            log.warning("stays in the store until the unit stops cache=%s error=%s", g.cache, e)
     for g in generations:
         log.info(
             "adopted cache=%s generation=%d segments=%d bytes=%d",
@@ -112,20 +139,17 @@ def _adopt(device: str, store: fdstore.FdStore) -> list[Generation]:
     return generations
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 async def _live(
     options: ServeOptions,
     endpoint: Endpoint,
     listener: socket.socket,
     store: fdstore.FdStore,
     adopted: list[Generation],
+    aside: Mapping[str, Aside],
 ) -> int:
     """From the bound socket to the exit status."""
     _shorten_stalls()
-    daemon = Daemon(options, endpoint, listener, store, adopted)
+    daemon = Daemon(options, endpoint, listener, store, adopted, aside)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -170,10 +194,15 @@ class Daemon:
         listener: socket.socket,
         store: fdstore.FdStore,
         adopted: list[Generation],
+        aside: Mapping[str, Aside],
     ) -> None:
         self.device = options.device
         self.pid = os.getpid()
         self.caches = Caches()
+        for generation in adopted:
+            self.caches.adopt(generation)
+        for name, note in aside.items():
+            self.caches.set_aside(name, note)
         self.leases = Leases()
         self.tally = Tally(adoptions=len(adopted))
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
@@ -188,16 +217,18 @@ class Daemon:
                 LoaderRun, stall_timeout_s=options.stall_timeout_s, command=options.loader_command
             ),
             device=self.device,
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
             look=partial(Staleness, self.matcher.full_digest, digest),
+            unmap_parked=self.leases.unmap_parked,
         )
         self._endpoint = endpoint
         # Why there is no socket any more and none could be made, or "".
         self._unreachable = ""
         self._since = time.time()
         self._idle_timeout_s = options.idle_timeout_s
+        self._retry = options.retry
         self.queues = Queues()
         self._server = Server(listener, self._open_session, self.queues)
         self._started = asyncio.Event()
@@ -205,8 +236,8 @@ class Daemon:
         self._endpoint_turn = asyncio.Lock()
         self._reloads = 0
         self._tasks: set[asyncio.Task[object]] = set()
-        for generation in adopted:
-            self.caches.adopt(generation)
+        # What stands in the file beside the socket.
+        self._written: resident.Resident | None = None
 
     async def start(self) -> int | None:
         """Serve, load what is missing, say so. Returns an exit status if there is nothing to live
@@ -214,6 +245,7 @@ class Daemon:
         """
         # What was adopted is served before the manifest is even read.
         self._server.start()
+        self._keep(asyncio.create_task(self._write_resident()))
         status = await self._first_reconcile()
         if status is not None:
             self._notifier.status(f"failed: {self._summary()}")
@@ -233,24 +265,37 @@ class Daemon:
         )
         self._started.set()
         self._keep(asyncio.create_task(self._stay_reachable()))
+        if self._retry:
+            self._keep(asyncio.create_task(self._keep_retrying()))
         period_s = watchdog_period_s(os.environ)
         if period_s is not None:
             self._keep(asyncio.create_task(self._feed_watchdog(period_s)))
         return None
 
     async def _first_reconcile(self) -> int | None:
-        """Load what is missing. Returns the failure's exit status when nothing at all can be
-        served.
+        """Load what is missing. Returns the failure's exit status when nothing can be served, now
+        or later.
         """
         try:
-            outcomes = await self.reconciler.run()
+            outcomes = await self.reconciler.run(starting=True)
         except ManifestError as e:
             return None if any(cache.generation for cache in self.caches) else e.exit_status
         failed = [outcome.cache for outcome in outcomes if outcome.outcome == "failed"]
         if not failed or any(cache.generation for cache in self.caches):
             return None
-        # A restart may mend what is not permanent.
-        return EXIT_FAILURE if self.reconciler.transient_failures & set(failed) else EXIT_CONFIG
+        if not any(name in self.reconciler.retries for name in failed):
+            return EXIT_CONFIG
+        return None if self._retry else EXIT_FAILURE
+
+    async def _keep_retrying(self) -> None:
+        while True:
+            await self.reconciler.retries.until_due()
+            try:
+                await self.reconciler.retry()
+            except Exception:
+                # A fault of ours in one round must not end the rounds.
+                log.exception("trying again failed")
+            self._notifier.status(self._summary())
 
     async def stop(self) -> None:
         """The reverse of start: nobody new, no child, no peer, no descriptor. The manager frees its
@@ -265,6 +310,7 @@ class Daemon:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.matcher.close()
+        self._write(stopped=True)
         # 3. Engines: they keep what they have mapped.
         await self._server.close_connections()
         # 4. Our descriptors.
@@ -329,22 +375,62 @@ class Daemon:
             pid=self.pid,
             state=self.caches.state if self.reconciler.settled.is_set() else "loading",
             since=self._since,
-            caches=[cache.status(self.leases) for cache in self.caches],
+            caches=[self._cache_status(cache) for cache in self.caches],
             manifest=self.reconciler.manifest,
             manifest_error=self.reconciler.manifest_error,
             software=__version__,
             counters=self.tally.counters(self.caches, digest_failures=self.matcher.digest_failures),
+            old_generations=self.leases.old([c.generation for c in self.caches if c.generation]),
         )
+
+    def _cache_status(self, cache: Cache) -> CacheStatus:
+        retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
+        return cache.status(self.leases, retry_at=retry_at)
+
+    async def _write_resident(self) -> None:
+        """Keep the file beside the socket as true as an answer would be."""
+        while True:
+            changed = [self.caches.changed.next(), self.leases.changed.next()]
+            self._write()
+            waits = [asyncio.create_task(event.wait()) for event in changed]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    def _write(self, *, stopped: bool = False) -> None:
+        now = resident.Resident(
+            device=self.device,
+            boot_id=boot_id(),
+            generations=resident.held(self.status()),
+            stopped=stopped,
+        )
+        if now == self._written:
+            return
+        try:
+            resident.write(self._endpoint.socket, now)
+        except OSError as e:
+            # Said once for each state; whoever reaches us asks us.
+            log.warning("cannot write what is resident error=%s", e)
+        self._written = now
 
     def _summary(self) -> str:
         """One line for `systemctl status`."""
         served = [cache.generation for cache in self.caches if cache.generation]
         gib = sum(generation.nbytes for generation in served) / 2**30
         parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {gib:.1f} GiB"]
-        parts += [f"{cache.name}: {cache.error}" for cache in self.caches if cache.error]
+        parts += [
+            f"{cache.name}: {cache.error}{self._again(cache)}"
+            for cache in self.caches
+            if cache.error
+        ]
         if self.reconciler.manifest_error:
             parts.append(f"manifest refused: {self.reconciler.manifest_error}")
         return "; ".join(parts)
+
+    def _again(self, cache: Cache) -> str:
+        return " (is tried again)" if self._retry and cache.name in self.reconciler.retries else ""
 
     # ---- being reachable
 
@@ -376,6 +462,8 @@ class Daemon:
                 self._unreachable = str(e)
             else:
                 self._unreachable = ""
+                self._written = None
+                self._write()
                 log.warning(
                     "our socket was removed, it is made again socket=%s", self._endpoint.socket
                 )

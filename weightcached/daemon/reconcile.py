@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -31,6 +31,7 @@ from weightcached.daemon.loading import (
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
+from weightcached.daemon.retries import Retries
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import ManifestError
 from weightcached.index.key import WeightCacheKey
@@ -112,19 +113,17 @@ def plan(
     stale: Collection[str],
     force: bool,
     only: Collection[str],
+    starting: bool = False,
 ) -> Plan:
     """What to load, keep and drop. `stale` are caches that a load would make anew; empty `only`
-    means all.
+    means all. A daemon that is `starting` leaves what was set aside before as it is.
     """
-    chosen = [want for want in wanted if not only or want.name in only]
+    aside = caches.aside() if starting else {}
+    chosen = [want for want in wanted if (not only or want.name in only) and want.name not in aside]
     load: list[Wanted] = []
     unchanged: list[Wanted] = []
     for want in chosen:
-        cache = caches.get(want.name)
-        served = cache.generation if cache else None
-        current = (
-            served is not None and served.spec_digest == want.spec_digest and want.name not in stale
-        )
+        current = is_current(want, caches, stale)
         (unchanged if current and not force else load).append(want)
     names = {want.name for want in wanted}
     drop = [
@@ -133,6 +132,13 @@ def plan(
         if cache.name not in names and (not only or cache.name in only)
     ]
     return Plan(load, unchanged, drop)
+
+
+def is_current(want: Wanted, caches: Caches, stale: Collection[str]) -> bool:
+    """Whether what is served is what is wanted."""
+    cache = caches.get(want.name)
+    served = cache.generation if cache else None
+    return served is not None and served.spec_digest == want.spec_digest and want.name not in stale
 
 
 class Reconciler:
@@ -153,6 +159,7 @@ class Reconciler:
         manifest: Path | None,
         ahead: int | None = None,
         look: Callable[[], Staleness],
+        unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
     ) -> None:
         self._caches = caches
         self._matcher = matcher
@@ -161,39 +168,63 @@ class Reconciler:
         self._loader = loader
         self._device = device
         self._boot_id = boot_id
+        self._unmap_parked = unmap_parked
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
         self._lock = asyncio.Lock()
         # What failed and may succeed if tried again without a change.
-        self.transient_failures: set[str] = set()
+        self.retries = Retries()
+        self._wanted: dict[str, Wanted] = {}
+        self._noted = caches.aside()
+        self._note_turn = asyncio.Lock()
         self.manifest = str(manifest or "")
         self.manifest_error = ""
         # Set once what the manifest wants is among the caches, or the manifest was refused.
         self.settled = asyncio.Event()
 
-    async def run(self, *, force: bool = False, only: Collection[str] = ()) -> list[CacheOutcome]:
+    async def run(
+        self, *, force: bool = False, only: Collection[str] = (), starting: bool = False
+    ) -> list[CacheOutcome]:
         """Read the manifest and reconcile. Raises ManifestError, UnknownCacheError; nothing has
         changed then.
         """
         async with self._lock:
             try:
                 wanted = await self._read_manifest()
-                self._check_names(only, wanted)
+                chosen = self._chosen(only, wanted)
                 stale = await self._find_stale(wanted)
-                todo = plan(wanted, self._caches, stale=stale, force=force, only=only)
-                outcomes = [await self._drop(name) for name in todo.drop]
-                outcomes += [self._keep_unchanged(want) for want in todo.unchanged]
+                todo = plan(
+                    wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
+                )
+                # Nothing is awaited between the plan and its marks on the caches: a Drop would
+                # come in between.
+                kept = [self._keep_unchanged(want) for want in todo.unchanged]
                 for want in todo.load:
+                    self.retries.settled(want.name)
                     self._queue(want)
+                self._wanted = {want.name: want for want in wanted}
+                outcomes = [await self._drop(name) for name in todo.drop] + kept
             finally:
                 self.settled.set()
+            await self._note_aside()
             self._caches.changed.fire()
-            try:
-                return outcomes + await self._load_all(todo.load)
-            finally:
-                # Not beside a load, which reads the same disk.
-                self._matcher.make_digests()
+            return outcomes + await self._load_all(todo.load)
+
+    async def retry(self) -> None:
+        """Load what is due to be tried again, as the manifest was when it was last read."""
+        async with self._lock:
+            due = self.retries.take_due()
+            stale = await self._find_stale([self._wanted[n] for n in due if n in self._wanted])
+            todo: list[Wanted] = []
+            for name in due:
+                want = self._wanted.get(name)
+                if want is None or is_current(want, self._caches, stale):
+                    self.retries.settled(name)
+                else:
+                    self._queue(want)
+                    todo.append(want)
+            await self._load_all(todo)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -210,14 +241,18 @@ class Reconciler:
             log.warning("manifest places no model here manifest=%s device=%s", path, self._device)
         return wanted
 
-    def _check_names(self, only: Collection[str], wanted: list[Wanted]) -> None:
+    def _chosen(self, only: Collection[str], wanted: list[Wanted]) -> set[str]:
+        """The caches that `only` names, each by its own name or by its model's. Raises
+        UnknownCacheError where it names none of this device.
+        """
         known = {want.name for want in wanted} | {cache.name for cache in self._caches}
-        unknown = [name for name in only if name not in known]
-        if unknown:
+        chosen = {x for x in known if x in only or x.rpartition("/")[0] in only}
+        if only and not chosen:
             raise UnknownCacheError(
-                f"no cache {printable(', '.join(map(repr, unknown)), 1000)} on {self._device}: it has "
+                f"no cache {printable(', '.join(map(repr, only)), 1000)} on {self._device}: it has "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
+        return chosen
 
     async def _find_stale(self, wanted: Sequence[Wanted]) -> set[str]:
         """Caches that are served, and not what a load would make now."""
@@ -248,16 +283,29 @@ class Reconciler:
     async def _load_all(self, wanted: Sequence[Wanted]) -> list[CacheOutcome]:
         outcomes: list[CacheOutcome] = []
         started: dict[str, QueuedRun] = {}
+        left = list(wanted)
         try:
             for position, want in enumerate(wanted):
                 for coming in wanted[position : position + 1 + self._ahead]:
                     if coming.name not in started:
                         started[coming.name] = self._start(coming, at_once=coming is want)
                 outcomes.append(await self._load(want, started[want.name]))
+                left.remove(want)
         finally:
+            for want in left:
+                self._give_up(want)
             for run in started.values():
                 await run.discard()
+            # Not beside a load, which reads the same disk.
+            self._matcher.make_digests()
         return outcomes
+
+    def _give_up(self, want: Wanted) -> None:
+        """A fault of ours ended the round before it was this cache's turn, or in it."""
+        cache = self._caches.get(want.name)
+        if cache is not None and cache.load is not None:
+            cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
+            self.retries.failed(cache.name)
 
     def _start(self, want: Wanted, *, at_once: bool) -> QueuedRun:
         turn = asyncio.Event()
@@ -338,7 +386,7 @@ class Reconciler:
         except BaseException:
             generation.retire()
             raise
-        self.transient_failures.discard(cache.name)
+        self.retries.settled(cache.name)
         old = cache.publish(generation)
         log.info(
             "ready cache=%s generation=%d segments=%d bytes=%d seconds=%.1f",
@@ -352,9 +400,10 @@ class Reconciler:
             await self._retire(old)
 
     def _record_failure(self, cache: Cache, error: LoadFailedError) -> None:
-        (self.transient_failures.discard if error.permanent else self.transient_failures.add)(
-            cache.name
-        )
+        if error.permanent:
+            self.retries.settled(cache.name)
+        else:
+            self.retries.failed(cache.name)
         cache.fail_load(str(error))
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
@@ -370,11 +419,20 @@ class Reconciler:
         return CacheOutcome(cache=name, outcome="dropped")
 
     async def forget(self, name: str) -> None:
-        """Stop serving a cache and free its memory, engines' own mappings apart."""
+        """Stop serving a cache that the manifest lacks and free its memory, engines' own mappings
+        apart.
+        """
         generation = self._caches.remove(name)
-        self.transient_failures.discard(name)
+        self.retries.settled(name)
         if generation is not None:
             await self._retire(generation)
+
+    async def drop(self, cache: Cache) -> None:
+        """Stop serving a cache until a reload asks for it, and free its memory, engines' own
+        mappings apart.
+        """
+        self.retries.settled(cache.name)
+        await self._set_aside(cache.drop())
 
     async def release(self, cache: Cache) -> None:
         """Free the generation of a cache whose engines have copies of their own."""
@@ -385,14 +443,40 @@ class Reconciler:
             generation.number,
             generation.nbytes,
         )
+        await self._set_aside(generation)
+
+    async def _set_aside(self, generation: Generation | None) -> None:
         self._caches.changed.fire()
-        await self._retire(generation)
+        # Noted first: a daemon that dies in between finds both, and frees the rest. To the end,
+        # also if the peer that asked for it leaves meanwhile.
+        await asyncio.shield(asyncio.create_task(self._note_and_retire(generation)))
+
+    async def _note_and_retire(self, generation: Generation | None) -> None:
+        await self._note_aside()
+        if generation is not None:
+            await self._retire(generation)
+
+    async def _note_aside(self) -> None:
+        """Have the manager keep which caches are to stay unloaded, if that has changed."""
+        async with self._note_turn:
+            aside = self._caches.aside()
+            if aside == self._noted:
+                return
+            try:
+                await asyncio.to_thread(self._store.note_aside, aside)
+            except StoreError as e:
+                log.warning("a restart will load again what was dropped error=%s", e)
+            else:
+                self._noted = aside
 
     async def _retire(self, generation: Generation) -> None:
         generation.retire()
         self._matcher.forget(generation)
         # Whoever asked for it may leave meanwhile; the store would then keep the memory for good.
         await asyncio.shield(asyncio.create_task(self._take_out(generation)))
+        # Engines that sleep need it no more than we do; those that are awake keep it mapped.
+        if self._unmap_parked is not None:
+            await self._unmap_parked(generation)
 
     async def _take_out(self, generation: Generation) -> None:
         try:

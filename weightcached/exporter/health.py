@@ -1,8 +1,8 @@
-"""Whether this node's daemons serve what the manifest wants: asked anew each time, so an answer is
-never old.
+"""Whether this node's daemons serve the caches that the manifest wants. Asks each time, so an
+answer is never old.
 
-Knows nothing of HTTP, and keeps one thing between two questions: which daemon answered last, to
-notice restarts.
+Knows nothing of HTTP. Between two questions it keeps only which daemon answered last, to notice
+restarts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _MAX_PARALLEL = 32
 
 
 class Health(NamedTuple):
-    """`faults` has one line for each cache that is not ready, and for what cannot be told; empty
-    means healthy.
-    """
+    """faults: one line for each cache that is not ready, and each unanswered question."""
 
     ready: int
     faults: list[str]
@@ -48,9 +46,7 @@ class Node:
         self.restarts: Counter[str] = Counter()
 
     def health(self) -> Health:
-        """Ask every daemon that the manifest needs. Raises nothing: what cannot be told is a
-        fault.
-        """
+        """Ask every daemon that the manifest needs. Raises nothing: silence is a fault."""
         try:
             manifest = load_manifest(manifest_path(self._manifest))
             sockets = self._devices_with_socket()
@@ -69,7 +65,7 @@ class Node:
         return Health(max(ready, 0), faults)
 
     def ask(self, devices: list[str]) -> dict[str, StatusReply | WeightcachedError]:
-        """What each daemon says, all asked at the same time."""
+        """The answer of each daemon; all are asked at the same time."""
         if not devices:
             return {}
         with ThreadPoolExecutor(min(len(devices), _MAX_PARALLEL)) as pool:
@@ -113,7 +109,7 @@ class Node:
 
 
 def _devices(manifest: Manifest, sockets: list[str]) -> list[str]:
-    """Where caches are wanted: `all` stands for every device that has a daemon."""
+    """Devices on which the manifest wants caches: `all` stands for every device that has a daemon."""
     named = [device for model in manifest.models for device in model.devices if device != ALL]
     everywhere = sockets if any(model.devices == [ALL] for model in manifest.models) else []
     return list(dict.fromkeys([*named, *everywhere]))

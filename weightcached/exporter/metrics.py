@@ -1,8 +1,8 @@
 """The daemons' state and counters as Prometheus metrics. Needs prometheus_client; imported for
 /metrics only.
 
-Fallbacks are decided in the engines, which tell the daemon of their device. One that cannot reach
-its daemon tells nobody: weightcached_up is what shows that.
+Engines decide on fallbacks and tell the daemon of their device. If an engine cannot reach its
+daemon, nobody counts the fallback; weightcached_up shows that.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _counters(counters: dict[str, Counters]) -> Iterator[Metric]:
     names = ["device", "model", "role"]
     attaches = SummaryMetricFamily(
         "weightcached_attach_seconds",
-        "Time to hand out a generation, waiting for a load apart.",
+        "Time to hand out a generation, without waiting for a load.",
         labels=names,
     )
     phases = GaugeMetricFamily(
@@ -123,7 +123,7 @@ def _counters(counters: dict[str, Counters]) -> Iterator[Metric]:
         ),
         "fallbacks": CounterMetricFamily(
             "weightcached_fallbacks",
-            "Loads from disk that engines told of, by reason.",
+            "Loads from disk that engines reported, by reason.",
             labels=["device", "reason"],
         ),
     }

@@ -1,6 +1,4 @@
-"""`weightcached exporter`: /health and /metrics over HTTP. What they say comes from health.py and
-metrics.py.
-"""
+"""`weightcached exporter`: /health and /metrics over HTTP, from health.py and metrics.py."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from weightcached.exporter.health import Node
 
 log = logging.getLogger(__name__)
 
-# A client that does not say what it wants within this time is dropped.
+# A client that sends no request within this time is dropped.
 _REQUEST_TIMEOUT_S = 10.0
 _TEXT = "text/plain; charset=utf-8"
 
@@ -40,7 +38,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics":
             self._metrics()
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "there are /health and /metrics\n")
+            self._answer(HTTPStatus.NOT_FOUND, "unknown path: try /health or /metrics\n")
 
     def _health(self) -> None:
         health = self.server.node.health()
@@ -73,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A probe every few seconds is no news."""
+        """Do not log a probe that comes every few seconds."""
         log.debug(format, *args)
 
 
@@ -87,8 +85,9 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve_http(node: Node, *, host: str, port: int) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status; raises ExporterError. For a program's
-    main thread.
+    """Serve until SIGTERM or SIGINT, in the main thread. Returns the exit status.
+
+    Raises ExporterError.
     """
     # Blocked before there is a thread that could take them.
     signals = {signal.SIGTERM, signal.SIGINT}

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from weightcached.checkpoint.identity import CheckpointIdentity
 
-# What an engine version does not know is recorded as this, never guessed.
+# The value of a setting that an engine version lacks; never guessed.
 ABSENT = "absent"
 
 _Value = Annotated[str, Meta(max_length=4_000)]
@@ -25,9 +25,7 @@ _Values = Annotated[dict[_Value, _Value], Meta(max_length=1_000)]
 
 
 class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of one model shard as loaded. All values but the checkpoint compare by plain
-    equality.
-    """
+    """Identity of one loaded model shard. All values but the checkpoint must simply be equal."""
 
     checkpoint: CheckpointIdentity
     role: _Value = "target"
@@ -82,7 +80,5 @@ class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
         return differing
 
     def digest(self) -> str:
-        """Stable hex digest of all fields, for logs and file names; the checkpoint counts with its
-        full record.
-        """
+        """Stable hex digest of all fields and the checkpoint's record, for logs and file names."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()

@@ -34,7 +34,7 @@ def _row(pattern: str, reason: str, *, written: bool = False) -> Exemption:
 
 
 EXCEPTIONS = (
-    # Parameters too, where a kernel's method registers them as such.
+    # Parameters too, if a kernel's method registers them as such.
     _row(r"workspace|scratch", "workspace of a kernel", written=True),
     _row(
         r"(^|_)locks?(_|$)",
@@ -48,7 +48,7 @@ EXCEPTIONS = (
         written=True,
     ),
     _row(
-        r"topk_(weights|ids|indices)", "what a router chose for the tokens of a batch", written=True
+        r"topk_(weights|ids|indices)", "choices of a router for the tokens of a batch", written=True
     ),
     _row(
         r"expert_load|logical_replica|(logical|physical)_to_",
@@ -72,15 +72,13 @@ EXCEPTIONS = (
     ),
 )
 
-# What is inside of an object by such a name is that weight, e.g. experts.w13_weight.storage.data.
+# Tensors inside an object of such a name are that weight, e.g. experts.w13_weight.storage.data.
 _WEIGHT = re.compile(r"weights?(_scales?)?$|^w(1|2|3|13)(_|$)|precision_config$")
 _DEPTH = 4
 
 
 def why_written(names: Iterable[str], kinds: Iterable[Kind]) -> str:
-    """Why a forward pass may write to the storage below tensors of these names and kinds; "" where
-    it does not.
-    """
+    """Why a forward pass may write to the storage of tensors with these names and kinds, or ""."""
     steps = [[step.partition("[")[0] for step in name.split(".")] for name in names]
     found = [row for path in steps for row in EXCEPTIONS if row.pattern.search(path[-1])]
     for row in found:
@@ -91,9 +89,7 @@ def why_written(names: Iterable[str], kinds: Iterable[Kind]) -> str:
 
 
 def reasons(tensors: Sequence[TensorRecord], storages: Sequence[StorageRecord]) -> dict[int, str]:
-    """Why each storage that is private is, by its number. What is small is private whether it is
-    written or not.
-    """
+    """The reason for each private storage, by number. Small ones are private even if only read."""
     names: dict[int, list[str]] = {}
     kinds: dict[int, list[Kind]] = {}
     for record in tensors:

@@ -1,4 +1,4 @@
-"""The tensor index: what is where in the segments, and how an engine attaches it.
+"""The tensor index: the place of each tensor in the segments, and how an engine attaches it.
 
     offset  bytes  content
     0       4      b"WCIX"
@@ -8,7 +8,7 @@
 
 The header is read before anything is decoded, so an index of another version, e.g. one left in
 systemd's descriptor store by an older package, is recognised as such. decode() checks every
-reference and bound: an engine never forms a tensor outside a segment, whoever wrote the index.
+reference and bound: an engine never forms a tensor outside a segment, not even from a forged index.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One tensor object. shape, stride and storage_offset count elements; storage is None for one
     of 0 bytes.
 
-    `names` are all places where this same object hangs, the first one canonical: dotted module
-    paths plus the name. `param_class` is the import path of a Parameter subclass, empty for
-    torch.nn.Parameter and for buffers. `on_host` marks what a model on a GPU keeps in host memory;
-    its bytes are in the segments like all others.
+    `names` are all paths of this same object, the first one canonical: dotted module paths plus the
+    name. `param_class` is the import path of a Parameter subclass, empty for torch.nn.Parameter and
+    for buffers. `on_host` marks a tensor that a model on a GPU keeps in host memory; its bytes are
+    in the segments like all others.
     """
 
     names: Annotated[list[str], Meta(min_length=1)]
@@ -78,9 +78,9 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one module's post-processing is brought to the engine.
 
     `method` is the import path of the class whose hook it is: the module's quantization method, or
-    the module itself. It is empty where no hook is and only values are restored. `values` are typed
-    values (weightcached/model/values.py) by full path, set after the hooks ran. `reason` says why
-    the plans before this one were not taken.
+    the module itself. It is empty if there is no hook and only values are restored. `values` are
+    typed values (weightcached/model/values.py) by full path, set after the hooks ran. `reason` says
+    why the plans before this one were not taken.
     """
 
     module: str
@@ -91,9 +91,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the load cost. `phases` maps phase to seconds; `peak_bytes` is device memory, 0 where
-    not measured.
-    """
+    """Cost of the load. `phases`: seconds by phase; `peak_bytes`: device memory, 0 if not measured."""
 
     seconds: float
     finished_at: float
@@ -142,8 +140,7 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layout_difference(ours: TensorIndex, other: TensorIndex) -> str:
-    """What keeps another generation from taking the place of ours at the same addresses; "" for
-    nothing.
+    """Why another generation cannot replace this one at the same addresses, or "".
 
     All but the bytes of the weights must be equal: an engine has addresses, shapes and values baked
     into its compiled code and its CUDA graphs.
@@ -153,9 +150,9 @@ def layout_difference(ours: TensorIndex, other: TensorIndex) -> str:
     if ours.stage != other.stage or ours.role != other.role:
         return f"it is {other.stage} {other.role}, not {ours.stage} {ours.role}"
     if _packing(ours) != _packing(other):
-        return "its tensors are packed otherwise"
+        return "its tensors are packed differently"
     if _plans(ours) != _plans(other) or ours.leftovers != other.leftovers:
-        return "post-processing left other values"
+        return "post-processing left different values"
     return ""
 
 
@@ -185,7 +182,7 @@ def digest_of(data: bytes) -> str:
 
 
 def decode(data: bytes) -> TensorIndex:
-    """Check and decode an index. Raises IndexFormatError saying what is wrong."""
+    """Check and decode an index. Raises IndexFormatError with the reason."""
     version, digest = _header(data)
     if version != FORMAT_VERSION:
         raise IndexFormatError(

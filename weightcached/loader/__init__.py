@@ -1,3 +1,1 @@
-"""The loader child: loads one model shard through vLLM, packs it into segments, proves it and hands
-it over.
-"""
+"""The loader child: loads one model shard through vLLM, packs it, proves it and hands it over."""

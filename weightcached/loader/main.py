@@ -1,24 +1,19 @@
 """The loader child's life: read the job, load, pack, prove, hand over, tune, exit.
 
 Started by the daemon with the interpreter of the model's engine. Its job comes as JSON on standard
-input, what it has to say goes over the inherited socket, its log to standard error. Whatever fails
-is told as LoaderFailed and ends the process with status 1; the daemon drops what has not been
-handed over completely.
+input, its messages go over the inherited socket, its log to standard error. A failure is sent as
+LoaderFailed and ends the process with status 1, or 78 if a retry is pointless; the daemon drops an
+incomplete delivery.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
-import signal
-import socket
 import sys
-import time
-import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +21,6 @@ import msgspec
 from weightcached import __version__
 from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.errors import (
-    EXIT_CONFIG,
     CheckpointError,
     CheckpointMissingError,
     LoadError,
@@ -37,21 +31,13 @@ from weightcached.errors import (
 from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
 from weightcached.segments.api import Backend, open_backend
-from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
+from weightcached.system.fds import close_all
 from weightcached.system.gpus import check_present, holders
 from weightcached.system.paths import is_host_device
 from weightcached.system.versions import installed
-from weightcached.wire.framing import MAX_PACKET_FDS, send_packet
-from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, decode_job
-from weightcached.wire.messages import (
-    Descriptors,
-    LoaderFailed,
-    LoaderIndex,
-    LoaderKey,
-    LoaderProgress,
-    Message,
-    encode,
-)
+from weightcached.wire.delivery import DaemonChannel, run_job
+from weightcached.wire.loader_job import LoaderJob
+from weightcached.wire.messages import LoaderKey
 
 if TYPE_CHECKING:
     from weightcached.vllm_compat.group_rank import Peers
@@ -60,105 +46,11 @@ log = logging.getLogger("weightcached.loader")
 
 # As it was given: vLLM sets variables of its own.
 _ENVIRONMENT = dict(os.environ)
-_PR_SET_PDEATHSIG = 1
-_PROGRESS_INTERVAL_S = 0.2
-
-
-class DaemonChannel:
-    """The socket to the daemon, and the time spent in each phase."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._phase = ""
-        self._phase_began = self._started = time.monotonic()
-        self._last_sent = 0.0
-        self.phases: dict[str, float] = {}
-
-    def send(self, message: Message, fds: list[OwnedFd] | None = None) -> None:
-        send_packet(self._sock, encode(message), [fd.fileno() for fd in fds or []])
-
-    def phase(self, name: str, total_bytes: int = 0) -> None:
-        """A new phase begins."""
-        now = time.monotonic()
-        if self._phase:
-            self.phases[self._phase] = self.phases.get(self._phase, 0.0) + now - self._phase_began
-        self._phase, self._phase_began = name, now
-        self._last_sent = 0.0
-        self.progress(0, total_bytes)
-
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """Bytes within the phase; sent at most a few times a second."""
-        now = time.monotonic()
-        if now - self._last_sent >= _PROGRESS_INTERVAL_S or done_bytes == total_bytes:
-            self._last_sent = now
-            self.send(
-                LoaderProgress(phase=self._phase, done_bytes=done_bytes, total_bytes=total_bytes)
-            )
-
-    def wait_for_turn(self) -> None:
-        """Wait until the device is free for this load. Raises LoadError when the daemon goes away
-        instead.
-        """
-        self.phase("waiting")
-        if not self._sock.recv(len(YOUR_TURN)):
-            raise LoadError("the daemon hung up before this load had its turn")
-
-    def seconds(self) -> float:
-        """Since the start, without the time spent waiting for others."""
-        return time.monotonic() - self._started - self.phases.get("waiting", 0.0)
 
 
 def main() -> None:
     """Run the job on standard input and exit."""
-    _die_with_parent()
-    _prefer_for_oom_killer()
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
-    )
-    job = decode_job(sys.stdin.buffer.read())
-    daemon = DaemonChannel(socket.socket(fileno=job.socket_fd))
-    try:
-        _run(job, daemon)
-    except BaseException as e:
-        _tell(daemon, e)
-        # Not through the interpreter's shutdown: vLLM's threads and torch's groups may hang or
-        # crash there.
-        _exit(EXIT_CONFIG if _is_permanent(e) else 1)
-    _exit(0)
-
-
-def _exit(status: int) -> None:
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _tell(daemon: DaemonChannel, e: BaseException) -> None:
-    traceback.print_exc()
-    code = e.code if isinstance(e, WeightcachedError) else "load-failed"
-    text = str(e) if isinstance(e, WeightcachedError) else f"{type(e).__name__}: {e}"
-    try:
-        daemon.send(LoaderFailed(code=code, message=text[:10_000], permanent=_is_permanent(e)))
-    except OSError as gone:
-        log.error("the daemon did not hear of the failure: %s", gone)
-    # The last line of standard error is the failure's text should the message be lost.
-    sys.stderr.write(f"{text}\n")
-
-
-def _is_permanent(e: BaseException) -> bool:
-    return isinstance(e, WeightcachedError) and e.exit_status == EXIT_CONFIG
-
-
-def _die_with_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prefer_for_oom_killer() -> None:
-    # The loader can be started again; what the daemon and the engines hold cannot.
-    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
-        score.write("800")
+    run_job(_run)
 
 
 def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
@@ -167,7 +59,7 @@ def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
     gc.disable()
     # A context takes device memory, which is for the load whose turn it is.
     backend = None if job.waits else _open(job.device)
-    # Before vLLM's imports, which take seconds: a checkpoint that is not there is said at once.
+    # Before vLLM's imports, which take seconds: a missing checkpoint fails at once.
     _check_checkpoint(job)
     daemon.phase("importing")
     import torch
@@ -194,12 +86,14 @@ def _run(job: LoaderJob, daemon: DaemonChannel) -> None:
             log.warning("%s", warning)
     if job.rendezvous is None:
         with solo_rank.solo_rank(vllm_config, job.rank):
+            solo_rank.init_workspace(vllm_config)
             _load(job, daemon, backend, vllm_config, model_config, None)
         return
     daemon.phase("meeting")
     with group_rank.group_rank(
         vllm_config, job, job.rendezvous, lambda: daemon.progress(0, 0)
     ) as peers:
+        solo_rank.init_workspace(vllm_config)
         _load(job, daemon, backend, vllm_config, model_config, peers)
 
 
@@ -254,7 +148,7 @@ def _load(
             yield build.build_on_meta(vllm_config, model_config)
 
     total = sum(file.size for file in key.checkpoint.files)
-    _check_memory(job, backend, total, vllm_config, model_config)
+    _check_memory(job, backend, built, vllm_config)
     daemon.phase("weights", total)
     counter = Counter(daemon, total)
     watch = Watch(key.checkpoint)
@@ -306,7 +200,7 @@ def _load(
         mapping = backend.map([fd.dup() for fd in packed.fds], [s.nbytes for s in packed.segments])
         undo.callback(mapping.close)
         index = proof.prove(loaded, index, mapping, device, built=built, hooks=hooks, plans=plans)
-        _hand_over(daemon, index, packed.fds, _peak_bytes(), counter.done)
+        daemon.hand_over(index, packed.fds, peak_bytes=_peak_bytes(), checkpoint_bytes=counter.done)
 
         from weightcached.vllm_compat import tuning
 
@@ -376,14 +270,16 @@ class Counter:
 
 
 def _check_memory(
-    job: LoaderJob, backend: Backend, checkpoint_bytes: int, vllm_config: Any, model_config: Any
+    job: LoaderJob,
+    backend: Backend,
+    built: Callable[[], AbstractContextManager[Any]],
+    vllm_config: Any,
 ) -> None:
-    """Refuse before anything is loaded. Raises OutOfDeviceMemoryError with needed, free, and who
-    holds the memory.
-    """
-    from weightcached.vllm_compat.room import least_bytes
+    """Refuse before loading. Raises OutOfDeviceMemoryError: needed, free, and who holds memory."""
+    from weightcached.vllm_compat import room
 
-    needed = least_bytes(checkpoint_bytes, vllm_config, model_config)
+    with built() as bare:
+        needed = room.least_bytes(bare, vllm_config)
     free, total = backend.free_bytes()
     if needed <= free:
         return
@@ -406,27 +302,3 @@ def _peak_bytes() -> int:
     import torch
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-
-
-def _hand_over(
-    daemon: DaemonChannel,
-    index: index_format.TensorIndex,
-    fds: list[OwnedFd],
-    peak_bytes: int,
-    checkpoint_bytes: int,
-) -> None:
-    daemon.phase("publishing")
-    spent = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in daemon.phases.items())
-    log.info("%s took %.1f s: %s", index.cache, daemon.seconds(), spent)
-    report = index_format.LoadReport(
-        seconds=daemon.seconds(),
-        finished_at=time.time(),
-        phases=daemon.phases,
-        peak_bytes=peak_bytes,
-        checkpoint_bytes=checkpoint_bytes,
-    )
-    data = index_format.encode(msgspec.structs.replace(index, load=report))
-    with sealed_memfd("weightcached-index", data) as index_fd:
-        daemon.send(LoaderIndex(segments=len(fds), peak_bytes=peak_bytes), [index_fd])
-    for first in range(0, len(fds), MAX_PACKET_FDS):
-        daemon.send(Descriptors(first=first), fds[first : first + MAX_PACKET_FDS])

@@ -1,8 +1,8 @@
 """Bind a tensor index to a model built on the meta device.
 
 The loader child attaches each generation with this same code before it publishes it
-(weightcached/model/proof.py), so what is proven there is what an engine does. Every tensor of the
-model comes from the index; one that does not is an error, never uninitialised memory.
+(weightcached/model/proof.py), so an engine repeats exactly the steps that were proven. Every tensor
+of the model comes from the index. A tensor that does not is an error, never uninitialised memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from weightcached.segments.api import Mapping, PrivateCopy
 
 # A key in brackets, as repr() writes an integer or a string, or a name.
 _PATH_TOKEN = re.compile(r"""\[(-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]|([^.\[\]]+)""")
-# What following a path raises where something on the way is not there.
+# Errors raised while following a path, if a step of it is missing.
 LOOKUP_ERRORS = (AttributeError, LookupError, TypeError)
 
 
 class PathError(UnsupportedQuantForIPCError):
-    """What the index has for a path cannot be brought to it. The text begins with the path."""
+    """A tensor or value of the index cannot be put at its path. The text begins with the path."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}: {what}")
@@ -39,9 +39,7 @@ class PathError(UnsupportedQuantForIPCError):
 
 
 class Hooks(Protocol):
-    """The engine's part in binding: post-processing, as hooks.PostProcessing of vllm_compat runs it,
-    and its modules.
-    """
+    """The engine's part in binding, which vllm_compat.hooks.PostProcessing implements."""
 
     def module_of(self, name: str) -> ModuleType: ...
 
@@ -69,9 +67,7 @@ class Storages:
         self._made: dict[tuple[int, bool], torch.UntypedStorage] = {}
 
     def get(self, number: int | None, *, on_host: bool) -> torch.UntypedStorage:
-        """Storage `number`; None is an empty one. on_host storages are copied out of device
-        memory.
-        """
+        """Storage `number`; None is an empty one. on_host: a copy in host memory."""
         host = on_host and self._device.type != "cpu"
         if number is None:
             return torch.empty(
@@ -97,7 +93,7 @@ class Storages:
         )
 
     def refresh(self) -> None:
-        """Copy anew what this process has copies of, after other bytes came under the mapping."""
+        """Refresh this process's copies after other bytes came under the mapping."""
         for segment, copy in self._private.items():
             nbytes = self._index.segments[segment].nbytes
             copy.view(0, nbytes).copy_(self._mapping.view(segment, 0, nbytes))
@@ -117,8 +113,9 @@ class Storages:
 
 
 def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
-    """The tensor that a record describes, over its storage. Raises IndexFormatError where it would
-    reach outside.
+    """The tensor that a record describes, over its storage.
+
+    Raises IndexFormatError if it would reach outside of the storage.
     """
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -147,11 +144,10 @@ def tensor_of(record: TensorRecord, storages: Storages) -> torch.Tensor:
 
 
 def skeleton_of(model: nn.Module) -> str:
-    """Digest of a freshly built model's structure: names, shapes, dtypes, and classes of all that
-    hangs in it.
+    """Digest of a freshly built model's structure: names, shapes, dtypes and classes.
 
-    Enums count: kernel backends are chosen by them. Other values do not, and neither does what
-    differs with compilation alone: an engine started with enforce_eager or another max_model_len
+    Enums count, because they choose kernel backends. Other values do not. Neither do differences
+    that come from compilation alone: an engine started with enforce_eager or another max_model_len
     maps the same bytes.
     """
     digest = hashlib.sha256()
@@ -194,9 +190,9 @@ class Binder:
         """Post-process by plan, bind all tensors, set values, check.
 
         On `processed` weights, hooks to replay run before binding, and hooks to rerun after it;
-        what these replaced is bound once more. On `loaded` weights all hooks come last: what they
-        make of the weights is the engine's own. Raises IndexFormatError or
-        UnsupportedQuantForIPCError naming the path; the model is unusable then.
+        tensors that these replaced are bound once more. On `loaded` weights all hooks come last:
+        their results belong to the engine. Raises IndexFormatError or UnsupportedQuantForIPCError
+        naming the path; the model is unusable then.
         """
         plans = self._index.modules
         if self._index.stage == "processed":
@@ -225,7 +221,7 @@ class Binder:
                 except LOOKUP_ERRORS as e:
                     if may_be_absent:
                         continue
-                    raise PathError(name, f"nothing here to hang the tensor on ({e})") from e
+                    raise PathError(name, f"no object here for the tensor ({e})") from e
                 if tensor is None:
                     tensor = self._bound[record.names[0]] = self._make_tensor(record, there)
                 if there is not tensor:
@@ -248,8 +244,8 @@ class Binder:
         return parameter
 
     def _remove_leftovers(self) -> None:
-        # What post-processing consumed: the loaded model has no such tensor any more, so neither
-        # may this one.
+        # Tensors that post-processing consumed: the loaded model no longer has them, so this model
+        # must not have them either.
         self.leftovers = (
             self._find_leftovers() if self._index.leftovers is None else self._index.leftovers
         )
@@ -258,7 +254,7 @@ class Binder:
                 owner, leaf = resolve_owner(self._model, path)
                 there = look_up(owner, leaf)
             except LOOKUP_ERRORS as e:
-                raise PathError(path, f"nothing here to remove ({e})") from e
+                raise PathError(path, f"no tensor here to remove ({e})") from e
             if isinstance(owner, tuple):
                 raise PathError(path, "still on the meta device, the index has no tensor for it")
             if isinstance(there, torch.Tensor) and there.is_meta:
@@ -275,7 +271,7 @@ class Binder:
         try:
             owner, leaf = resolve_owner(self._model, path)
         except LOOKUP_ERRORS as e:
-            raise PathError(path, f"nothing here to set the value on ({e})") from e
+            raise PathError(path, f"no object here for the value ({e})") from e
         if isinstance(owner, tuple):
             raise PathError(path, "a value inside a tuple cannot be replaced")
         value = decode_value(raw, module_of)
@@ -318,7 +314,7 @@ def _step(owner: Any, step: Any) -> Any:
 
 
 def look_up(owner: Any, leaf: Any) -> Any:
-    """What hangs there now, or None. Raises IndexError past the end of a list or tuple."""
+    """The present value, or None. Raises IndexError past the end of a list or tuple."""
     if isinstance(owner, list | tuple):
         return owner[leaf]
     if isinstance(owner, dict):
@@ -329,9 +325,7 @@ def look_up(owner: Any, leaf: Any) -> Any:
 def attach_tensor(
     owner: Any, leaf: Any, tensor: torch.Tensor, record: TensorRecord, name: str
 ) -> None:
-    """Put the tensor there, under that name of the record. Raises PathError where that cannot
-    be.
-    """
+    """Put the tensor there, under this name of the record. Raises PathError if that is impossible."""
     if isinstance(owner, tuple):
         raise PathError(name, "a tensor inside a tuple cannot be replaced")
     if isinstance(owner, list | dict):
@@ -347,8 +341,8 @@ def attach_tensor(
     }
     kind, persistent = record.kind, record.persistent
     if name != record.names[0]:
-        # The record tells of its first name; a buffer may hang in another module as an attribute of
-        # that.
+        # The record describes its first name; in another module the same buffer may be an
+        # attribute.
         kind = next((k for k, registry in kinds.items() if leaf in registry), kind)
         persistent = leaf not in owner._non_persistent_buffers_set
     for other, registry in kinds.items():
@@ -362,7 +356,7 @@ def attach_tensor(
 
 
 def remove(owner: Any, leaf: Any) -> None:
-    """Take whatever hangs there away; nothing is fine too."""
+    """Remove the value there, if there is one."""
     if isinstance(owner, nn.Module):
         for registry in (owner._parameters, owner._buffers, owner.__dict__):
             registry.pop(leaf, None)
@@ -375,20 +369,22 @@ def remove(owner: Any, leaf: Any) -> None:
         object.__delattr__(owner, leaf)
 
 
-def copy_into(model: nn.Module, index: TensorIndex, storages: Storages) -> int:
-    """Copy the index's parameters and buffers in place into a model that has them all; returns the
-    tensors copied.
+def copy_into(
+    model: nn.Module, index: TensorIndex, storages: Storages, *, attributes: bool = False
+) -> int:
+    """Copy the index's parameters and buffers in place into a model that has them all, with
+    `attributes` all other tensors too; returns the tensors copied.
 
     Raises IndexFormatError before anything is written when the model has other names, shapes or
     dtypes.
     """
     present = {slot.path: slot.tensor for slot in tensors(model)}
     pairs: list[tuple[torch.Tensor, TensorRecord]] = []
-    for record in _registered(index.tensors):
+    for record in index.tensors if attributes else _registered(index.tensors):
         target = present.get(record.names[0])
         if target is None:
             raise IndexFormatError(
-                f"the model has no tensor {record.names[0]}: it was built or post-processed otherwise"
+                f"the model has no tensor {record.names[0]}: it was built or post-processed differently"
             )
         if list(target.shape) != record.shape or str(target.dtype) != f"torch.{record.dtype}":
             raise IndexFormatError(

@@ -1,8 +1,8 @@
 """Digests of the storages in a segment, at the speed of the bus.
 
 Device memory passes through two pinned buffers that are used again and again: while one is read,
-the other fills. Fresh host memory for each segment would cost more in page faults than the transfer
-does. Host memory is read where it is.
+the other fills. Fresh host memory for each segment would cost more in page faults than the
+transfer. Host memory is read in place.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class SegmentHasher:
         return [hasher.digest() for hasher in hashers]
 
     def _parts(self, segment: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The segment in host memory, part by part with its offset; each is valid until the next is
-        asked for.
-        """
+        """The segment's parts in host memory, with offsets; each is valid until the next one."""
         if not self._windows:
             yield 0, segment
             return

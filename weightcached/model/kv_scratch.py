@@ -1,12 +1,12 @@
 """A KV cache whose addresses outlive its memory.
 
 While an engine is parked, the whole range lies over one small scratch allocation, mapped again and
-again: whatever still runs there, a warm-up or the capture of a graph, finds memory and leaves
-nothing that anybody reads. Awake it lies over memory of its own, zeroed. Addresses never change, so
-graphs captured over the one are right over the other.
+again. A warm-up or the capture of a graph finds memory there and leaves bytes that nobody reads.
+While the engine is awake, the range lies over real memory, zeroed. Addresses never change, so
+graphs captured over scratch memory work over real memory.
 
-vLLM's own allocator leaves the range empty instead, which is why it can neither start an engine
-without the memory nor capture graphs meanwhile.
+vLLM's own allocator leaves the range empty instead, so it can neither start an engine without the
+memory nor capture graphs meanwhile.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class KvScratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all ranges, whatever is under them."""
+        """Bytes of all ranges, parked or awake."""
         return sum(r.nbytes for r in self._ranges.values())
 
     def allocate(self, nbytes: int) -> int:
         """The address of a new range of at least `nbytes`.
 
-        Raises ParkedAllocationError for a second one while parked: only a KV cache is known to need
-        nothing of what is written before the first wake. SegmentError, OutOfDeviceMemoryError.
+        Raises ParkedAllocationError for a second one while parked: only a KV cache can lose
+        everything written before the first wake. SegmentError, OutOfDeviceMemoryError.
         """
         failing = f"cannot allocate a KV cache of {nbytes} bytes"
         if self._ranges:
@@ -76,7 +76,7 @@ class KvScratch:
                 raise ParkedAllocationError(
                     f"{told}: this engine cannot start parked, leave start_parked out"
                 )
-            log.warning("%s; what it holds is lost in sleep, as with vLLM's own back end", told)
+            log.warning("%s; its content is lost in sleep, as with vLLM's own back end", told)
         # A multiple of the scratch allocation, which is one of the granularity.
         unit = self._scratch_bytes
         size = -(-nbytes // unit) * unit
@@ -88,6 +88,7 @@ class KvScratch:
                 else:
                     self._map_memory(new, self._allocate(size, failing), failing)
             except BaseException:
+                self._unmap(new, failing)
                 new.reservation.close()
                 raise
         self._ranges[new.address] = new
@@ -112,7 +113,7 @@ class KvScratch:
         failing = f"cannot give back a KV cache of {self.nbytes} bytes"
         with self._gpu.context.current():
             self._gpu.context.synchronize(failing)
-            # First what might have no room.
+            # First the step that may find no room.
             self._make_scratch(failing)
             self.parked = True
             for each in self._ranges.values():
@@ -132,7 +133,7 @@ class KvScratch:
             taken: list[tuple[_Range, Allocation]] = []
             for each in self._ranges.values():
                 allocation = self._allocate(each.nbytes, failing)
-                # What is mapped holds the memory by itself.
+                # The mapping keeps the memory alive by itself.
                 handles.callback(allocation.close)
                 taken.append((each, allocation))
             self._gpu.context.synchronize(failing)
@@ -210,10 +211,10 @@ class KvScratch:
             each.mapped = False
 
 
-# What torch calls for memory that a pool lacks, and for what it gives back.
+# Torch calls these when a pool needs memory or gives it back.
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-# Torch may call back until the process ends, whoever has forgotten the pool by then.
+# Torch may call back until the process ends, even if nobody refers to the pool any more.
 _callbacks: list[Any] = []
 
 
@@ -233,7 +234,7 @@ class KvPool:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """What torch allocates inside comes from the pool. Raises what the allocation failed with."""
+        """Torch's allocations in the block come from the pool. Raises a failed allocation's error."""
         import torch
 
         if self._pool is None:

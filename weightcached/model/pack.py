@@ -1,8 +1,8 @@
 """Pack a loaded model's tensors into segments, freeing each source as soon as it is copied.
 
-Tensors of one storage are packed once; each keeps its offset and stride. What was packed is
-compared with its source before the source is freed, and every storage's digest is made from the
-segment's bytes, not from the source's.
+Tensors of one storage are packed once; each keeps its offset and stride. Each packed storage is
+compared with its source before the source is freed, and its digest is made from the segment's
+bytes, not from the source's.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _COMPARED_NBYTES = 64 << 20
 
 
 class Packed(NamedTuple):
-    """What packing made: one descriptor and record per segment in mapping order, and the tensors
-    over the storages.
-    """
+    """One descriptor and record per segment in mapping order, and the tensors over the storages."""
 
     fds: list[OwnedFd]
     segments: list[SegmentRecord]
@@ -84,21 +82,22 @@ def _check_path(model: nn.Module, slot: TensorSlot) -> None:
         found = None
     if found is not slot.tensor:
         raise UnsupportedQuantForIPCError(
-            f"{slot.path}: this path does not lead back to the tensor; in a dict only text and integers can be keys"
+            f"{slot.path}: this path does not reach the tensor; dict keys must be text or integers"
         )
 
 
 def plain_storage(slot: TensorSlot) -> torch.UntypedStorage:
-    """The memory that shape, stride and dtype alone explain. Raises UnsupportedQuantForIPCError
-    where none is.
+    """A tensor's memory as shape, stride and dtype describe it.
+
+    Raises UnsupportedQuantForIPCError if they do not describe it.
     """
     tensor = slot.tensor
     if tensor.is_meta:
         raise UnsupportedQuantForIPCError(f"{slot.path}: the loader left it on the meta device")
     if not _is_plain(tensor):
         raise UnsupportedQuantForIPCError(
-            f"{slot.path}: {type_name(type(tensor))} of layout {tensor.layout} and dtype {tensor.dtype} is no plain "
-            "strided tensor"
+            f"{slot.path}: {type_name(type(tensor))} of layout {tensor.layout} and dtype {tensor.dtype} is not a "
+            "plain strided tensor"
         )
     return tensor.untyped_storage()
 

@@ -1,7 +1,7 @@
-"""Which plan each hook has while a generation is being proven, and what it has when one fails.
+"""The plan of each hook while a generation is being proven, and the next one if a plan fails.
 
-The order is rerun, replay, restore; a plan that failed is not tried again. What differs without
-belonging to a hook, or belongs to one that is out of plans, refuses the load.
+The order is rerun, replay, restore; a plan that failed is not tried again. A difference refuses the
+load if it belongs to no hook, or to a hook that has no plan left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HooksFailedError(UnsupportedQuantForIPCError):
 
 
 class Difference(NamedTuple):
-    """Where an attached model differs from the loaded one; `str()` is `path: what`."""
+    """A difference between the attached and the loaded model; `str()` is `path: what`."""
 
     path: str
     what: str
@@ -44,21 +44,17 @@ class Difference(NamedTuple):
 
 
 class Plans:
-    """The plans of one model. `values` are to be restored, by path; a hook that gets its next plan
-    clears them.
-    """
+    """The plans of one model. `values` are restored, by path; a hook's next plan clears its own."""
 
     def __init__(self, first: Sequence[ModulePlan]) -> None:
         self._plans = {(plan.module, plan.method): plan for plan in first}
         self._modules = {plan.module for plan in first}
         self.values: dict[str, Any] = {}
-        # What an attached model differed in first, by hook.
+        # The first difference of an attached model, by hook.
         self._differed: dict[tuple[str, str], str] = {}
 
     def records(self) -> list[ModulePlan]:
-        """As the index has them: one per hook, each with the values below its module, then those of
-        no hook.
-        """
+        """The plans for the index: one per hook, with values below its module; then other values."""
         values: dict[tuple[str, str], dict[str, msgspec.Raw]] = {}
         for path, wire in self.values.items():
             keys = self._keys_at(path) or [(path.rpartition(".")[0], "")]
@@ -73,8 +69,9 @@ class Plans:
         ]
 
     def advance(self, differences: Sequence[Difference]) -> None:
-        """Give the hooks to which these belong their next plan. Raises UnsupportedQuantForIPCError
-        where none has.
+        """Give the hooks of these differences their next plan.
+
+        Raises UnsupportedQuantForIPCError if none has one.
         """
         failed: dict[tuple[str, str], str] = {}
         for difference in differences:
@@ -90,7 +87,7 @@ class Plans:
         """The same for one path at which binding stopped, and for all hooks of that class with that
         plan.
 
-        Raises UnsupportedQuantForIPCError with the error's text where there is no next plan.
+        Raises UnsupportedQuantForIPCError with the error's text if a hook has no next plan.
         """
         if not self._keys_at(path):
             raise error
@@ -101,7 +98,7 @@ class Plans:
         )
 
     def advance_hooks(self, failures: Iterable[HookFailure], error: Exception) -> None:
-        """The same for hooks that raised. Raises `error` where one of them has no next plan."""
+        """The same for hooks that raised. Raises `error` if one of them has no next plan."""
         failed = {failure.key: failure.text for failure in failures}
         if any(self._plans[key].plan not in _NEXT for key in failed):
             raise error
@@ -115,8 +112,8 @@ class Plans:
         self.values = {}
 
     def _keys_at(self, path: str) -> list[tuple[str, str]]:
-        """The hooks of the nearest module at or above a path. The model's own hook has only what
-        hangs in the root.
+        """The hooks of the nearest module at or above a path. The model's own hook has only the
+        root.
         """
         module = path
         while module and module not in self._modules:
@@ -130,9 +127,7 @@ class Plans:
         return [key for key in self._keys_at(path) if self._plans[key].plan in _NEXT]
 
     def _refuse(self, path: str, text: str) -> NoReturn:
-        """Raise, with what was tried. What differed when a hook had run says more than what is
-        missing without it.
-        """
+        """Raise with the plans tried. A difference after a hook ran explains more than one without."""
         keys = self._keys_at(path)
         lead = next((self._differed[key] for key in keys if key in self._differed), text)
         tried = []

@@ -3,9 +3,9 @@ loaded.
 
 compare() looks at modules, parameters, buffers, attributes, quantization and kernel objects: path,
 type, kind, persistence, dtype, shape, stride, offset, which names are one object, which share a
-storage; bytes by digest. A restorable value that differs is recorded in the plan and the attach
-repeated. Any other difference is answered by the next plan of the hook that it belongs to
-(plans.py), and refuses the load where there is none.
+storage; bytes by digest. If a restorable value differs, the plan records it and the attach is
+repeated. Any other difference gives its hook the next plan (plans.py), or refuses the load if there
+is none.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class ModelSlots(NamedTuple):
 
 
 def slots_of(model: nn.Module) -> ModelSlots:
-    """The model as it is now; holds no tensors. Raises UnsupportedQuantForIPCError for one that
-    cannot be packed.
+    """The model as it is now, without its tensors.
+
+    Raises UnsupportedQuantForIPCError for a model that cannot be packed.
     """
     tensors: dict[str, tuple[Any, ...]] = {}
     values: dict[str, ValueSlot] = {}
@@ -68,9 +69,9 @@ def _tensor_signature(
 
 def _class_of(tensor: torch.Tensor) -> str:
     name = type_name(type(tensor))
-    # vLLM's own classes say how a checkpoint is read into a parameter, which is over. A hook that
-    # renames one leaves it where the engine's model, which was never loaded, has nothing of that
-    # class.
+    # vLLM's own parameter classes only say how to read a checkpoint, which is over. If a hook
+    # renames such a parameter, it keeps its class; the engine's model, which was never loaded, has
+    # none of that class there.
     return _PARAMETER if name.startswith("vllm.model_executor.parameter.") else name
 
 
@@ -84,7 +85,7 @@ _SIGNATURE = (
 
 
 def tensor_differences(loaded: ModelSlots, attached: ModelSlots) -> list[Difference]:
-    """Where the tensors of two models differ, in the order of the loaded one."""
+    """The differences between the tensors of two models, in the order of the loaded one."""
     found = []
     for path, ours in loaded.tensors.items():
         theirs = attached.tensors.get(path)
@@ -130,9 +131,7 @@ def _equal_as_encoded(a: Any, b: Any) -> bool:
 
 
 class _NoHooks:
-    """On loaded weights an engine post-processes what it has bound, so the proof ends before
-    that.
-    """
+    """On loaded weights an engine post-processes after binding, so the proof ends before that."""
 
     def module_of(self, name: str) -> ModuleType:
         return loaded_module(name)
@@ -158,10 +157,11 @@ def prove(
 ) -> TensorIndex:
     """Attach, compare, and return the index with the plans that passed.
 
-    A hook whose plan fails gets the next one of rerun, replay, restore, and the attach is done
-    anew, on a new model. built: a model on the meta device, for the time of the block; hooks: what
-    the engine runs around binding; plans: what to try first. Raises UnsupportedQuantForIPCError
-    naming the path of the first difference, SegmentError for wrong bytes.
+    If a hook's plan fails, the hook gets the next one of rerun, replay, restore, and a new model is
+    attached. built: a model on the meta device, for the time of the block; hooks: post-processing
+    around binding, as the engine runs it; plans: the first ones to try. Raises
+    UnsupportedQuantForIPCError naming the path of the first difference, SegmentError for wrong
+    bytes.
     """
     if (wrong := first_wrong_storage(index, mapping, device)) is not None:
         raise SegmentError(
@@ -201,7 +201,7 @@ def _attach_and_read(
     built: Callable[[], AbstractContextManager[nn.Module]],
     hooks: Hooks,
 ) -> tuple[ModelSlots, list[str]]:
-    """What an engine has with this index, and what it removed for that.
+    """The model as an engine would attach it, and the tensors that attaching removed.
 
     Its private tensors are freed before the next attempt copies them again.
     """
@@ -212,9 +212,7 @@ def _attach_and_read(
 
 
 def first_wrong_storage(index: TensorIndex, mapping: Mapping, device: torch.device) -> str | None:
-    """Digest all storages as mapped; the first tensor over the first one whose bytes differ, or
-    None.
-    """
+    """Digest all mapped storages; the first tensor over the first storage that differs, or None."""
     names: dict[int | None, str] = {}
     for record in index.tensors:
         names.setdefault(record.storage, record.names[0])

@@ -2,8 +2,8 @@
 executed.
 
 Plain Python scalars and containers travel as msgpack; everything else as a one-key map {"$tag": …}.
-Classes and enum members are named by import path and are accepted on decoding only where the
-caller's check allows the object.
+Enum members are named by import path; decoding accepts them only if the caller's `module_of` finds
+the module.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _to_wire(value: Any, depth: int) -> Any:
         tag = {torch.dtype: "$dtype", torch.device: "$device"}.get(type(value))
         if tag is None:
             raise NotAValue(type(value).__name__)
-        # The ordinal of a device is the process's own; the type is what the model depends on.
+        # The ordinal of a device differs between processes; the model depends on the type alone.
         return {
             tag: value.type
             if isinstance(value, torch.device)
@@ -78,8 +78,10 @@ def _container_to_wire(value: Any, depth: int) -> Any:
 
 
 def loaded_module(name: str) -> ModuleType:
-    """The module, if it is imported: importing would run code that the index chose, and whatever a
-    model uses has been imported by building it. Raises ValueError.
+    """The module, if it is imported. Raises ValueError otherwise.
+
+    Importing would run code that the index chose. Building a model has imported every module that
+    it uses.
     """
     found = sys.modules.get(name)
     if found is None:
@@ -88,14 +90,15 @@ def loaded_module(name: str) -> ModuleType:
 
 
 class _Place(NamedTuple):
-    """Where in a value the decoder is, and how it finds modules."""
+    """The decoder's depth in a value, and how it finds modules."""
 
     depth: int
     module_of: ModuleOf
 
 
 def from_wire(data: Any, module_of: ModuleOf = loaded_module) -> Any:
-    """The value that to_wire() was given. Raises IndexFormatError for what is not on the list.
+    """The value that to_wire() was given. Raises IndexFormatError for a type that is not on the
+    list.
 
     module_of: finds the modules of enums; the engine's own hooks may import vLLM's.
     """
@@ -135,14 +138,14 @@ def _enum(body: Any, at: _Place) -> enum.Enum:
     for part in qualname.split("."):
         cls = getattr(cls, part)
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
-        raise ValueError(f"{module_name}.{qualname} is no enum")
+        raise ValueError(f"{module_name}.{qualname} is not an enum")
     return cls[member]
 
 
 def _dtype(body: Any, at: _Place) -> torch.dtype:
     dtype = getattr(torch, body)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{body} is no dtype")
+        raise ValueError(f"torch.{body} is not a dtype")
     return dtype
 
 

@@ -4,13 +4,13 @@ Paths read as Python would reach them: `model.layers.0.mlp.quant_method.kernel.w
 `scales[0]`, `tables['cos']`. A module's children, parameters and buffers are dotted as torch dots
 them.
 
-What belongs to the model: modules, their parameters and buffers, and whatever hangs in the
-attributes of modules and of the objects of vLLM and its plug-ins below them (quantization methods,
-schemes, kernels, attention implementations). What belongs to the process and is passed over:
-configuration, process groups, platforms, streams, loggers, KV caches, objects of torch and of the
-standard library. Of functions, and of what hangs on tensors for weight loading, only the tensors
-count that are held there. Every object is visited once, so cycles end and shared objects count
-where they are met first.
+These belong to the model: modules, their parameters and buffers, and the attributes of modules and
+of the objects of vLLM and its plug-ins below them (quantization methods, schemes, kernels,
+attention implementations). These belong to the process and are passed over: configuration, process
+groups, platforms, streams, loggers, KV caches, objects of torch and of the standard library. In
+functions, and in the attributes that weight loading puts on tensors, only tensors count. Every
+object is visited once, so cycles end, and a shared object counts at the first place that reaches
+it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 class TensorSlot(NamedTuple):
-    """A tensor and where it hangs."""
+    """A tensor and its path."""
 
     path: str
     tensor: torch.Tensor
@@ -72,9 +72,7 @@ class TensorSlot(NamedTuple):
 
 
 class ValueSlot(NamedTuple):
-    """Anything else: `wire` is its typed value, or a one-key map {"$type": name} for an object
-    compared by type.
-    """
+    """Any other value: `wire` is its typed value, or {"$type": name} if only types are compared."""
 
     path: str
     wire: Any
@@ -85,10 +83,9 @@ Slot = TensorSlot | ValueSlot
 
 
 class _Seen(set[int]):
-    """Identities of what has been visited. `later` is visited at the end, for tensors alone, by
-    path.
+    """Identities of visited objects. `later` is visited at the end, for tensors alone, by path.
 
-    scalars: whether attributes that are None, numbers or text are told of.
+    scalars: whether to yield attributes that are None, numbers or text.
     """
 
     def __init__(self, model: nn.Module, *, scalars: bool) -> None:
@@ -104,8 +101,9 @@ class _Seen(set[int]):
 
 
 def walk(model: nn.Module, *, scalars: bool = True) -> Iterator[Slot]:
-    """Every slot of the model, modules in torch's order, tied names included; without `scalars`,
-    most of the values that are None, numbers or text are left out.
+    """Every slot of the model, modules in torch's order, tied names included.
+
+    Without `scalars`, most values that are None, numbers or text are left out.
     """
     seen = _Seen(model, scalars=scalars)
     for name, module in _named_modules("", model, ()):
@@ -216,7 +214,7 @@ def _value(path: str, value: Any, seen: _Seen) -> Iterator[Slot]:
 
 
 def _callable_to_wire(function: Any) -> dict[str, Any]:
-    """The name of a callable, and what plain values it holds, which nobody could restore."""
+    """The name of a callable, and the plain values that it holds, which nobody could restore."""
     name = getattr(function, "__qualname__", type_name(type(function)))
     held = {path: value for path, value in _captured("", function) if is_plain(value)}
     return {"$callable": name} | (
@@ -225,7 +223,7 @@ def _callable_to_wire(function: Any) -> dict[str, Any]:
 
 
 def _captured(path: str, function: Any) -> Iterator[tuple[str, Any]]:
-    """What a callable holds besides its code, by the path that leads there."""
+    """The objects that a callable holds, apart from its code, by path."""
     if isinstance(function, functools.partial):
         yield f"{path}.func", function.func
         yield from ((f"{path}.args[{n}]", value) for n, value in enumerate(function.args))
@@ -297,7 +295,7 @@ def _is_of_model(cls: type) -> bool:
         return False
     if cls.__module__.startswith("vllm."):
         return True
-    # A plug-in's. Its configuration, for one, has a base class of transformers.
+    # A plug-in's object. A base class of transformers, as its configuration has, rules it out.
     bases = {base.__module__.split(".")[0] for base in cls.__mro__ if base is not object}
     return not bases & (_PASSED_OVER - {"abc", "typing"})
 

@@ -41,25 +41,17 @@ from weightcached.preload.notify_server import NotifyServer
 from weightcached.preload.spawn import Process, spawn
 from weightcached.system.fds import OwnedFd
 from weightcached.system.gpus import list_gpus, visible_gpus
+from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import create_runtime_dir, runtime_dir, socket_path
 from weightcached.system.process import signal_name
 
 log = logging.getLogger(__name__)
 
-# As the unit has it: a daemon takes 30 s at most to end, and ten deaths in half an hour are no
-# accident.
+# As in the unit: a daemon has 30 s to end, and ten deaths in half an hour are the end.
 STOP_TIMEOUT_S = 30.0
 MAX_DEATHS = 10
 DEATHS_WINDOW_S = 1800.0
 RESTART_S = 0.2
-_NOT_FOR_CHILDREN = (
-    "LISTEN_FDS",
-    "LISTEN_PID",
-    "LISTEN_FDNAMES",
-    "WATCHDOG_USEC",
-    "WATCHDOG_PID",
-    "NOTIFY_SOCKET",
-)
 _DEFAULT_MASTER_PORT = 29501
 
 
@@ -72,7 +64,7 @@ class PreloadError(WeightcachedError):
 
 @dataclass(frozen=True)
 class PreloadOptions:
-    """What the command line gives; `arguments` are vLLM's. The two commands are there for tests."""
+    """The command line; `arguments` are vLLM's. The two commands are for tests."""
 
     arguments: Sequence[str]
     socket_dir: Path | None = None
@@ -85,8 +77,9 @@ class PreloadOptions:
 
 
 def run(options: PreloadOptions) -> int:
-    """Serve until told to stop. Returns the exit status; raises WeightcachedError before anything
-    was started.
+    """Serve until told to stop. Returns the exit status.
+
+    Raises WeightcachedError before anything has started.
     """
     return asyncio.run(_run(options))
 
@@ -114,7 +107,7 @@ async def _run(options: PreloadOptions) -> int:
         ).run(stop)
 
 
-# ---- what to serve, and where
+# ---- the model and its devices
 
 
 class _Parsed(NamedTuple):
@@ -174,7 +167,7 @@ def _check_arguments(engine: dict[str, Any], options: PreloadOptions) -> dict[st
 
 
 def _check_ports(engine: dict[str, Any], options: PreloadOptions) -> None:
-    """Ports are for groups, ranks load alone; but what could not work in a group is told now."""
+    """Refuse ports that could not work in a group, although ranks load alone."""
     master, draft = options.master_port, options.draft_master_port
     if master is not None and master == draft:
         raise PreloadError(
@@ -194,10 +187,10 @@ def _make_absolute(model: str) -> str:
 
 
 def local_devices(engine: Mapping[str, Any], environ: Mapping[str, str]) -> list[str]:
-    """The devices of this node's ranks, in local-rank order. Raises DeviceError where there are too
+    """The devices of this node's ranks, in local-rank order. Raises DeviceError if there are too
     few.
 
-    On a machine with GPUs those that CUDA_VISIBLE_DEVICES shows, in its order; else slots of host
+    On a machine with GPUs: those that CUDA_VISIBLE_DEVICES shows, in its order; else slots of host
     memory.
     """
     count = layout_of(engine).local_ranks
@@ -222,9 +215,7 @@ def _name(model: str) -> str:
 
 @contextlib.contextmanager
 def _private_dir(directory: Path) -> Iterator[Path]:
-    """A directory for what this command alone needs; one that a killed command left behind is
-    removed.
-    """
+    """A directory of this command alone; removes those that killed commands left behind."""
     for old in directory.glob("preload-*"):
         with contextlib.suppress(OSError), _hold_lock(old):
             shutil.rmtree(old)
@@ -268,8 +259,7 @@ class Member:
                 listen=self.notify_server.kept,
             )
             status = await self._process.wait()
-            # What it said last counts: a descriptor that it stored is one that its successor
-            # adopts.
+            # Read its last messages too: its successor adopts a descriptor that it stored in them.
             self.notify_server.drain()
             log.error(
                 "%s ended pid=%d status=%s", self.name, self._process.pid, _describe_status(status)
@@ -288,7 +278,7 @@ class Member:
         )
 
     async def stop(self) -> None:
-        """End it, and free what was kept for it. keep() must have been cancelled."""
+        """End it, and free its kept descriptors. keep() must have been cancelled."""
         if self._process is not None:
             self._process.signal(signal.SIGTERM)
             try:
@@ -321,7 +311,17 @@ class Command:
         self._members = [
             Member(
                 f"daemon of {device}",
-                [sys.executable, "-m", "weightcached", "serve", device, *common, *loader],
+                # Somebody waits for this command, and has its exit status.
+                [
+                    sys.executable,
+                    "-m",
+                    "weightcached",
+                    "serve",
+                    device,
+                    *common,
+                    *loader,
+                    "--no-retry",
+                ],
                 NotifyServer(private / str(number)),
             )
             for number, device in enumerate(devices)
@@ -365,9 +365,7 @@ class Command:
         )
 
     def _remove_sockets(self) -> None:
-        """Remove what a daemon that was killed could not; a daemon of somebody else holds its
-        lock.
-        """
+        """Remove the socket of a killed daemon, unless another daemon holds the lock."""
         for path in self._sockets:
             with contextlib.suppress(OSError), open(path.with_suffix(".lock"), "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -375,11 +373,11 @@ class Command:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN}
+    return {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
 
 
 def _exit_status(status: int) -> int:
-    """What a shell would make of a child's end; never success."""
+    """The exit status of a shell for this child's end; never success."""
     return 128 - status if status < 0 else status or EXIT_FAILURE
 
 

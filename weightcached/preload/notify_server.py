@@ -1,8 +1,7 @@
-"""The service manager's part for one daemon of `weightcached preload`: keeps its descriptors, hears
-that it is ready.
-
-Speaks sd_notify(3) as systemd does for a unit: FDSTORE=, FDSTOREREMOVE=, BARRIER=, READY=, STATUS=.
-All else is ignored, watchdog and time-outs too: the command's own user sees a daemon that hangs.
+"""The service manager's part for one daemon of `weightcached preload`: keeps its descriptors, waits
+for its readiness. Speaks sd_notify(3) as systemd does for a unit: FDSTORE=, FDSTOREREMOVE=,
+BARRIER=, READY=, STATUS=. It ignores everything else, watchdog and time-outs too: the user of the
+command sees a daemon that hangs.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from weightcached.errors import RuntimePathError
 from weightcached.system.fds import OwnedFd, close_all
+from weightcached.system.notify import fields_of
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +23,7 @@ _MAX_FDS = 16
 
 
 class NotifyServer:
-    """One daemon's manager. `kept` are its descriptors by name, owned here; `ready` is set by
-    READY=1.
-    """
+    """One daemon's manager. kept: its descriptors by name, owned here; ready: set by READY=1."""
 
     def __init__(self, path: Path) -> None:
         """Listen on a socket at `path`, in a directory that only this user may enter. Needs a
@@ -59,7 +57,7 @@ class NotifyServer:
             self._take(data.decode(errors="replace"), [OwnedFd(fd) for fd in fds])
 
     def _take(self, state: str, fds: list[OwnedFd]) -> None:
-        fields = dict(line.partition("=")[::2] for line in state.splitlines())
+        fields = fields_of(state)
         name = fields.get("FDNAME", "")
         if (
             "FDSTORE" in fields

@@ -23,19 +23,35 @@ class WritableSegment(Protocol):
     nbytes: int
 
     def tensor(self) -> torch.Tensor:
-        """uint8, shape (nbytes,), on the backend's device. Every tensor over it must be gone before
+        """uint8, shape (nbytes,), on the backend's device. Drop all tensors over it before
         publish().
         """
         ...
 
-    def publish(self) -> OwnedFd:
-        """Make the content final, unmap it here and return the descriptor that keeps it alive.
-        Raises SegmentError.
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Copy bytes from host memory into the segment, without torch, and wait until they are
+        there. Raises SegmentError.
         """
         ...
 
+    def publish(self) -> OwnedFd:
+        """Make the content final, unmap it here, return its descriptor. Raises SegmentError."""
+        ...
+
     def close(self) -> None:
-        """Give up what publish() did not pass on; may be called twice."""
+        """Free a segment that was not published; may be called twice."""
+        ...
+
+
+class Staging(Protocol):
+    """Host memory from which write() is fast. Belongs to one thread at a time."""
+
+    def view(self) -> memoryview:
+        """The bytes, writable; not to be used after close()."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; may be called twice."""
         ...
 
 
@@ -48,23 +64,19 @@ class PrivateCopy(Protocol):
 
 
 class Mapping(Protocol):
-    """All segments of one index, mapped for reading. Lives as long as any tensor over it, or until
-    closed.
-    """
+    """All segments of one index, mapped for reading, until closed and no tensor over it is left."""
 
     def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
         """uint8, shape (nbytes,), with a storage of its own that begins at the offset and keeps the
         mapping alive.
 
-        A storage of its own, since torch.compile and CUDA graphs take tensors of one storage for
-        aliases. Whether writing faults or stays private is the backend's promise.
+        With one storage for all, torch.compile and CUDA graphs would treat the tensors as aliases.
+        The backend decides whether writing faults or stays private.
         """
         ...
 
     def read(self, segment: int, offset_bytes: int, nbytes: int) -> memoryview:
-        """The bytes, in host memory, without torch; a copy where the segment is in device
-        memory.
-        """
+        """The bytes in host memory, without torch; a copy if the segment is in device memory."""
         ...
 
     def private_copy(self, segment: int) -> PrivateCopy:
@@ -72,14 +84,12 @@ class Mapping(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop this reference; the memory is unmapped once no tensor over it is left. May be called
-        twice.
-        """
+        """Drop this reference; unmaps once no tensor over it is left. May be called twice."""
         ...
 
 
 class Backend(Protocol):
-    """Where segments live and how they are created and mapped."""
+    """Creates and maps segments in one kind of memory."""
 
     name: BackendName
 
@@ -88,15 +98,18 @@ class Backend(Protocol):
         ...
 
     def driver(self) -> str:
-        """Identifies what keeps the segments alive, e.g. a driver version; segments do not outlive
-        a change of it.
-        """
+        """The driver and its version; segments do not survive a change of it."""
         ...
 
     def create(self, nbytes: int) -> WritableSegment:
-        """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError,
-        OutOfDeviceMemoryError.
+        """A new segment of `nbytes`, a multiple of granularity().
+
+        Raises SegmentError, OutOfDeviceMemoryError.
         """
+        ...
+
+    def staging(self, nbytes: int) -> Staging:
+        """Host memory to fill segments from, page-locked for a GPU. Raises SegmentError."""
         ...
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> Mapping:
@@ -113,7 +126,7 @@ class Backend(Protocol):
 
 
 def open_backend(device: str) -> Backend:
-    """The backend for a device name. Raises SegmentError where its driver is missing or too old."""
+    """The backend for a device name. Raises SegmentError if its driver is missing or too old."""
     if is_host_device(device):
         from weightcached.segments.host import HostBackend
 

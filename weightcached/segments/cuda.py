@@ -1,8 +1,8 @@
 """The CUDA backend: segments as exportable GPU memory, and how torch sees it in place.
 
 A published segment belongs to its descriptors and mappings, not to a process. Engines map all
-segments of an index into one address range whose pages they cannot write. The calls behind it, and
-who gives what back, are in cuda_driver.py; who uses how much memory is system/gpus.py's.
+segments of an index into one address range whose pages they cannot write. cuda_driver.py has the
+driver calls and the owners of resources; system/gpus.py knows which process uses how much memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from weightcached.segments.cuda_driver import (
     CudaError,
     Gpu,
     MappedRange,
-    PrimaryContext,
 )
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all
@@ -55,9 +54,7 @@ class DeviceArray:
 
 
 def torch_tensor(array: DeviceArray) -> torch.Tensor:
-    """uint8, shape (array.nbytes,): the array itself. Raises SegmentError should torch have copied
-    it.
-    """
+    """uint8, shape (array.nbytes,): the array itself. Raises SegmentError if torch copied it."""
     # The daemon imports this package and never torch.
     import torch
 
@@ -76,37 +73,39 @@ AsTensor = Callable[[DeviceArray], Any]
 
 
 class CudaSegment:
-    """A segment that its creator still fills, mapped read-write. WritableSegment of
-    segments/api.py.
-    """
+    """A segment that its creator fills, mapped read-write. WritableSegment of segments/api.py."""
 
     def __init__(
         self,
-        context: PrimaryContext,
+        gpu: Gpu,
         allocation: Allocation,
         mapped: MappedRange,
-        ordinal: int,
         as_tensor: AsTensor,
     ) -> None:
         self.nbytes = mapped.nbytes
-        self._context = context
+        self._gpu = gpu
         self._allocation = allocation
         self._mapped: MappedRange | None = mapped
-        self._ordinal = ordinal
         self._as_tensor = as_tensor
         self._array: Callable[[], DeviceArray | None] = lambda: None
 
     def tensor(self) -> torch.Tensor:
-        """uint8, shape (nbytes,), writable, new memory is not zeroed. Must be gone, views too,
-        before publish().
-        """
+        """uint8, shape (nbytes,), writable, not zeroed. Must be gone, with its views, at publish()."""
         mapped = self._open("tensor")
         array = self._array()
         if array is None:
-            array = DeviceArray(mapped, mapped.address, self.nbytes, self._ordinal)
+            array = DeviceArray(mapped, mapped.address, self.nbytes, self._gpu.ordinal)
             self._array = weakref.ref(array)
         tensor: torch.Tensor = self._as_tensor(array)
         return tensor
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Copy host memory into the segment; fast from memory of staging()."""
+        mapped = self._open("write")
+        failing = f"cannot copy {len(data)} bytes to offset {offset_bytes} of a segment"
+        if not 0 <= offset_bytes <= offset_bytes + len(data) <= self.nbytes:
+            raise SegmentError(f"{failing} of {self.nbytes} bytes")
+        self._gpu.write(mapped.address + offset_bytes, data, failing)
 
     def publish(self) -> OwnedFd:
         """Wait for the writes, unmap and return the descriptor that keeps the memory alive. Raises
@@ -120,16 +119,14 @@ class CudaSegment:
             raise SegmentError(
                 f"{failing}: a tensor over it is alive and could still write; delete every one of them"
             )
-        with self._context.current():
-            self._context.synchronize(failing)
+        with self._gpu.context.current():
+            self._gpu.context.synchronize(failing)
             fd = self._allocation.export(failing)
         self.close()
         return fd
 
     def close(self) -> None:
-        """Free what publish() did not pass on, once no tensor over it is left. May be called
-        twice.
-        """
+        """Free an unpublished segment once no tensor over it is left. May be called twice."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None and self._array() is None:
             mapped.close()
@@ -140,6 +137,21 @@ class CudaSegment:
                 f"{method}() of a segment of {self.nbytes} bytes that was published or closed"
             )
         return self._mapped
+
+
+class CudaStaging:
+    """Staging of segments/api.py: page-locked memory."""
+
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        self._gpu = gpu
+        self._memory = gpu.page_locked(nbytes, f"cannot lock {nbytes} bytes of host memory")
+
+    def view(self) -> memoryview:
+        return self._memory.view()
+
+    def close(self) -> None:
+        with self._gpu.context.current():
+            self._memory.close()
 
 
 class CudaMapping:
@@ -161,9 +173,7 @@ class CudaMapping:
         self._as_tensor = as_tensor
 
     def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        """uint8, shape (nbytes,), with a storage of its own that begins at the offset. Writing to
-        it faults.
-        """
+        """uint8, shape (nbytes,), with its own storage from the offset on. Writing to it faults."""
         mapped, address = self._at(segment, offset_bytes, nbytes)
         tensor: torch.Tensor = self._as_tensor(
             DeviceArray(mapped, address, nbytes, self._gpu.ordinal)
@@ -176,24 +186,23 @@ class CudaMapping:
         return self._gpu.read(address, nbytes, f"cannot read {nbytes} bytes of segment {segment}")
 
     def private_copy(self, segment: int) -> CudaCopy:
-        """A writable copy of one segment in memory of torch's allocator, made by one
-        device-to-device copy.
-        """
+        """A writable copy of one segment, from torch's allocator, made by one copy on the device."""
         return CudaCopy(
             self.view(segment, 0, self._sizes[segment]).clone(), self._gpu.ordinal, self._as_tensor
         )
 
     def unmap(self) -> None:
-        """Take the memory from under all tensors, which keep their addresses; until map_again()
-        nothing may touch them. Raises SegmentError; nothing has changed then.
+        """Take the memory from under all tensors, which keep their addresses.
+
+        Until map_again() nothing may touch them. Raises SegmentError; nothing has changed then.
         """
         self._open().unmap()
 
     def map_again(self, fds: Sequence[OwnedFd]) -> None:
-        """Adopt the descriptors (closing each) and put their segments, of the same sizes, where
-        this mapping's are or were.
+        """Adopt the descriptors (closing each) and put their segments, of the same sizes, in place
+        of this mapping's.
 
-        Raises SegmentError. What was mapped stays if a descriptor cannot be adopted; after any
+        Raises SegmentError. If a descriptor cannot be adopted, the old mapping stays; after any
         other error nothing is mapped.
         """
         failing = f"cannot map {len(self._sizes)} segments on {self._gpu.device} again"
@@ -208,9 +217,7 @@ class CudaMapping:
                 self._gpu.map_again(mapped, pieces, failing=failing)
 
     def close(self) -> None:
-        """Drop this reference; unmaps now, or when the last tensor over the range goes. May be
-        called twice.
-        """
+        """Drop this reference; unmaps with the last tensor over the range. May be called twice."""
         self._mapped = None
 
     def _open(self) -> MappedRange:
@@ -272,9 +279,7 @@ class CudaBackend:
         return self._gpu.granularity
 
     def driver(self) -> str:
-        """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: the memory outlives every
-        process that loads it.
-        """
+        """The kernel driver, e.g. "nvidia 580.159.03". Not libcuda: memory outlives its processes."""
         return gpus.driver_name(gpus.kernel_driver_version())
 
     def free_bytes(self) -> tuple[int, int]:
@@ -282,12 +287,13 @@ class CudaBackend:
         return self._gpu.memory()
 
     def persistence_warning(self) -> str | None:
-        """What to tell the operator if persistence mode is off, else None."""
+        """A warning for the operator if persistence mode is off, else None."""
         return gpus.persistence_warning(self.device)
 
     def create(self, nbytes: int) -> CudaSegment:
-        """A new segment of `nbytes`, a multiple of granularity(). Raises SegmentError,
-        OutOfDeviceMemoryError.
+        """A new segment of `nbytes`, a multiple of granularity().
+
+        Raises SegmentError, OutOfDeviceMemoryError.
         """
         failing = f"cannot create a segment of {nbytes} bytes on {self.device}"
         self._check_size(nbytes, failing)
@@ -306,9 +312,11 @@ class CudaBackend:
             mapped = self._gpu.map_range(
                 pieces, writable=True, resources=resources, failing=failing
             )
-        return CudaSegment(
-            self._gpu.context, allocation, mapped, self._gpu.ordinal, self._as_tensor
-        )
+        return CudaSegment(self._gpu, allocation, mapped, self._as_tensor)
+
+    def staging(self, nbytes: int) -> CudaStaging:
+        """Page-locked host memory. Raises SegmentError."""
+        return CudaStaging(self._gpu, nbytes)
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> CudaMapping:
         """Adopt the descriptors (closing each) and map all segments read-only, in order, or none at
@@ -333,7 +341,8 @@ class CudaBackend:
                 mapped = self._gpu.map_range(
                     pieces, writable=False, resources=resources, failing=failing
                 )
-                # Leaving the block releases the handles: what is mapped holds the memory by itself.
+                # Leaving the block releases the handles: the mapping keeps the memory alive by
+                # itself.
         return CudaMapping(self._gpu, mapped, nbytes, self._as_tensor)
 
     def _check_size(self, nbytes: int, failing: str) -> None:

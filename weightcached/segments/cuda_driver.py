@@ -10,9 +10,8 @@ life, in order:
     unmap    cuCtxSynchronize, cuMemUnmap each; map again: as map, without a new range
     close    cuCtxSynchronize, cuMemUnmap each, cuMemAddressFree
 
-An argument that the driver refuses is the result of that one call and leaves no error behind: torch
-works on. Only faults of kernels stick to the context. What segments are and how torch sees them is
-cuda.py's.
+If the driver refuses an argument, only that call fails; torch works on. Only faults of kernels stay
+with the context. cuda.py defines segments and shows them to torch.
 """
 
 from __future__ import annotations
@@ -67,18 +66,16 @@ class CudaError(SegmentError):
 
 
 class Driver:
-    """The driver API, every result checked. Names and arguments are those of
-    cuda.bindings.driver.
-    """
+    """The driver API, every result checked. Names and arguments as in cuda.bindings.driver."""
 
     def __init__(self, api: Any) -> None:
         self.api = api
 
     def call(self, name: str, *arguments: Any, failing: str, advice: str = "") -> Any:
-        """What the call returns beside its result. `failing` opens the error text, e.g. "cannot map
-        segment 2".
+        """The values that the call returns after its status. `failing` opens the error text, e.g.
+        "cannot map segment 2".
 
-        Raises CudaError, with `advice` where the error's name says nothing better; SegmentError
+        Raises CudaError, with `advice` unless the error's name has better advice; SegmentError
         without a driver.
         """
         try:
@@ -96,16 +93,14 @@ class Driver:
         return values[0] if len(values) == 1 else tuple(values)
 
     def give_back(self, name: str, *arguments: Any) -> None:
-        """Call what gives a resource back. A failure is logged: the rest must be given back as
-        well.
-        """
+        """Release a resource. A failure is only logged: the other resources must be released too."""
         with logged():
             self.call(name, *arguments, failing="a CUDA resource stays until this process ends")
 
 
 @contextlib.contextmanager
 def logged() -> Iterator[None]:
-    """Log an error instead of raising it, for what must not raise."""
+    """Log an error instead of raising it."""
     try:
         yield
     except SegmentError as e:
@@ -134,9 +129,7 @@ class PrimaryContext:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make it this thread's context for a while, whatever was current: that is current again
-        afterwards.
-        """
+        """Make this the thread's current context for the block; restore the former one afterwards."""
         self._driver.call("cuCtxPushCurrent", self._handle, failing=f"cannot use {self._device}")
         try:
             yield
@@ -183,9 +176,7 @@ class _Owned:
 
 
 class Allocation(_Owned):
-    """A handle on physical memory. The memory itself lives on while it is mapped or a descriptor of
-    it is open.
-    """
+    """A handle on physical memory, which lives as long as a mapping or an open descriptor."""
 
     def __init__(self, driver: Driver, handle: Any) -> None:
         super().__init__(driver, "cuMemRelease", handle)
@@ -204,10 +195,23 @@ class Allocation(_Owned):
         return fd
 
 
+class PageLocked(_Owned):
+    """Host memory that the device reads at the speed of the bus."""
+
+    def __init__(self, driver: Driver, nbytes: int, failing: str) -> None:
+        advice = "see 'ulimit -l' and the unit's LimitMEMLOCK="
+        address = driver.call("cuMemHostAlloc", nbytes, 0, failing=failing, advice=advice)
+        self.address = int(address)
+        self._nbytes = nbytes
+        super().__init__(driver, "cuMemFreeHost", self.address)
+
+    def view(self) -> memoryview:
+        """The bytes, writable; not to be used after close()."""
+        return memoryview((ctypes.c_char * self._nbytes).from_address(self.address)).cast("B")
+
+
 class Reservation(_Owned):
-    """A range of device addresses, `nbytes` from `address` on; everything mapped into it is
-    unmapped before.
-    """
+    """A range of device addresses, `nbytes` from `address` on. Unmap everything in it first."""
 
     def __init__(self, driver: Driver, nbytes: int, failing: str) -> None:
         advice = "no free address range of this size"
@@ -235,8 +239,7 @@ class MappedRange:
     """Allocations mapped one behind the other, `nbytes` from `address` on, until nothing refers to
     this object.
 
-    Whatever shows the memory to torch refers to it, so the last tensor unmaps it, in whichever
-    thread it goes.
+    Each array shown to torch refers to it, so the last tensor unmaps it, in any thread.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class MappedRange:
     ) -> None:
         self._context = context
         self._resources: ExitStack | None = resources
-        # What is mapped, which `resources` gives back as well.
+        # The mappings, which `resources` releases too.
         self.placed = placed
         self.address = address
         self.nbytes = nbytes
@@ -269,8 +272,8 @@ class MappedRange:
         """Wait for the kernels that may use the memory, then unmap it. May be called twice; never
         raises.
 
-        Where waiting fails the memory stays mapped, for a later close() or the end of the process:
-        it is never taken from under a kernel.
+        If waiting fails the memory stays mapped, for a later close() or the end of the process: it
+        is never taken from under a kernel.
         """
         if self._resources is None:
             return
@@ -289,7 +292,7 @@ class MappedRange:
 
 
 class Gpu:
-    """One GPU or MIG device, opened: what it can do, and the calls that make the resources above.
+    """One open GPU or MIG device: its abilities, and the calls that make the resources above.
 
     Holds the device's primary context until it and everything it made are gone. Raises SegmentError
     without a driver or a device that can share memory by descriptors, DeviceError for a device that
@@ -340,7 +343,7 @@ class Gpu:
         self._driver.call("cuMemMap", address, nbytes, 0, allocation.handle, 0, failing=failing)
 
     def open(self, address: int, nbytes: int, failing: str) -> None:
-        """Let kernels read and write what is mapped there. The context is current."""
+        """Let kernels read and write the mapped memory. The context is current."""
         self._open(address, nbytes, True, failing)
 
     def take_away(self, address: int, nbytes: int, failing: str) -> None:
@@ -348,9 +351,7 @@ class Gpu:
         self._driver.call("cuMemUnmap", address, nbytes, failing=failing)
 
     def zero(self, address: int, nbytes: int, failing: str) -> None:
-        """Fill memory with zeros; later work of the default stream sees them. The context is
-        current.
-        """
+        """Zero memory; later work of the default stream sees the zeros. The context is current."""
         self._driver.call("cuMemsetD8", address, 0, nbytes, failing=failing)
 
     def read(self, address: int, nbytes: int, failing: str) -> memoryview:
@@ -361,6 +362,17 @@ class Gpu:
             self._driver.call("cuMemcpyDtoH", target, address, nbytes, failing=failing)
         return memoryview(held)
 
+    def write(self, address: int, data: memoryview, failing: str) -> None:
+        """Copy writable host memory to the device, and wait for it. Raises CudaError."""
+        source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        with self.context.current():
+            self._driver.call("cuMemcpyHtoD", address, source, len(data), failing=failing)
+
+    def page_locked(self, nbytes: int, failing: str) -> PageLocked:
+        """Page-locked host memory. Raises CudaError."""
+        with self.context.current():
+            return PageLocked(self._driver, nbytes, failing)
+
     def allocate(self, nbytes: int, failing: str) -> Allocation:
         """New physical memory. The context is current."""
         return Allocation(
@@ -369,9 +381,7 @@ class Gpu:
         )
 
     def adopt(self, fd: OwnedFd, failing: str) -> Allocation:
-        """Import a descriptor, which stays the caller's: the handle is another reference. The
-        context is current.
-        """
+        """Import a descriptor, which the caller keeps open. The context is current."""
         fd_type = (
             self._driver.api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         )
@@ -391,7 +401,7 @@ class Gpu:
         """Map the pieces, one behind the other, into a new range and open it. The context is
         current.
 
-        The range takes over what `resources` holds; after a CudaError its owner unwinds it.
+        The range takes over the content of `resources`; after a CudaError the caller unwinds it.
         """
         total = sum(nbytes for _, nbytes in pieces)
         reservation = Reservation(self._driver, total, failing)
@@ -446,7 +456,7 @@ class Gpu:
         properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = self._number
-        # An allocation can only be exported as what it was created for.
+        # An allocation can only be exported as the handle type that it was created with.
         properties.requestedHandleTypes = (
             api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         )
@@ -482,9 +492,10 @@ def _bindings() -> Any:
 
 
 def _find(driver: Driver, device: str) -> tuple[int, int]:
-    """(ordinal, driver's number) of the device in this process, where CUDA_VISIBLE_DEVICES may have renumbered some.
+    """(ordinal, driver's number) of the device in this process, which CUDA_VISIBLE_DEVICES may
+    renumber.
 
-    Only the digits are compared: CUDA gives a MIG device's UUID and a GPU's in the same form.
+    Only the digits are compared, because CUDA gives UUIDs of MIG devices and GPUs in the same form.
     Raises DeviceError.
     """
     failing = f"cannot find {device}"
@@ -508,7 +519,7 @@ def _find(driver: Driver, device: str) -> tuple[int, int]:
     raise DeviceError(
         f"{device} is not visible to CUDA in this process, which sees {', '.join(visible) or 'no device'} "
         f"(CUDA_VISIBLE_DEVICES is {'not set' if hidden is None else repr(hidden)}): 'weightcachectl devices' lists "
-        "this machine's"
+        "the devices of this machine"
     )
 
 

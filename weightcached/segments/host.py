@@ -1,9 +1,9 @@
 """Segments in host memory: memfds, sealed against write, grow and shrink before they are published.
 
-Engines map them MAP_PRIVATE: reads share the pages with everybody, and what an engine's own
-post-processing writes goes to private pages of that process alone. A read-only mapping would kill
-the engine there with SIGSEGV, since the stage on host memory is `loaded`. The seal is what keeps
-the shared pages unchanged, whatever a process maps.
+Engines map them MAP_PRIVATE: reads share the pages with everybody, and writes of an engine's own
+post-processing go to private pages of that process. With a read-only mapping the engine would die
+of SIGSEGV there, because the stage on host memory is `loaded`. The seal keeps the shared pages
+unchanged, however a process maps them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_seal
 if TYPE_CHECKING:
     import torch
 
-# Not in Python's mmap module. Without it each private mapping of the weights would count as a
-# promise of that much memory where vm.overcommit_memory=2.
+# Not in Python's mmap module. Without it, and with vm.overcommit_memory=2, the kernel would reserve
+# that much memory for each private mapping of the weights.
 _MAP_NORESERVE = 0x4000
 
 
@@ -56,10 +56,15 @@ class HostSegment:
             raise SegmentError("the host segment is published or closed already")
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Copy bytes into the segment."""
+        if self._map is None:
+            raise SegmentError("the host segment is published or closed already")
+        with memoryview(self._map) as held:
+            held[offset_bytes : offset_bytes + len(data)] = data
+
     def publish(self) -> OwnedFd:
-        """Unmap, seal and hand over the descriptor. Raises SegmentError while a tensor over the
-        segment is left.
-        """
+        """Unmap, seal, hand over the descriptor. Raises SegmentError if a tensor over it is left."""
         if self._map is None:
             raise SegmentError("the host segment is published or closed already")
         # Dropped, not closed: a tensor holds the mapping, but no buffer export that would keep
@@ -76,12 +81,23 @@ class HostSegment:
         return OwnedFd(self._fd.take())
 
     def close(self) -> None:
-        """Give up an unpublished segment. A tensor left over it keeps its pages until it is
-        gone.
-        """
+        """Free an unpublished segment. A tensor over it keeps its pages until the tensor is gone."""
         # Dropped, not closed: closing would unmap it under a tensor; so it ends with its last user.
         self._map = None
         self._fd.close()
+
+
+class HostStaging:
+    """Staging of segments/api.py: ordinary memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = bytearray(nbytes)
+
+    def view(self) -> memoryview:
+        return memoryview(self._memory)
+
+    def close(self) -> None:
+        self._memory = bytearray()
 
 
 def _view(buffer: mmap.mmap, offset_bytes: int, nbytes: int) -> torch.Tensor:
@@ -92,7 +108,7 @@ def _view(buffer: mmap.mmap, offset_bytes: int, nbytes: int) -> torch.Tensor:
 
 
 class HostCopy:
-    """Anonymous memory holding what a segment held."""
+    """Anonymous memory with a copy of a segment."""
 
     def __init__(self, source: mmap.mmap) -> None:
         self._memory = mmap.mmap(-1, len(source), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -163,6 +179,9 @@ class HostBackend:
                 f"a host segment of {nbytes} bytes: a positive multiple of {mmap.PAGESIZE} is required"
             )
         return HostSegment(nbytes)
+
+    def staging(self, nbytes: int) -> HostStaging:
+        return HostStaging(nbytes)
 
     def map(self, fds: Sequence[OwnedFd], nbytes: Sequence[int]) -> HostMapping:
         maps: list[mmap.mmap] = []

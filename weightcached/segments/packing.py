@@ -1,4 +1,4 @@
-"""Where each storage goes: arithmetic only, no memory is touched."""
+"""Place storages in segments: arithmetic only, no memory is touched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL_NBYTES = 64 * 1024
 
 
 class StorageSpec(NamedTuple):
-    """One storage to place. `mutable` marks what an engine may write."""
+    """One storage to place. `mutable`: an engine may write to it."""
 
     nbytes: int
     mutable: bool = False
@@ -32,9 +32,7 @@ class StoragePlacement(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Segments in mapping order (the private one last) and one placement per storage, in the order
-    given.
-    """
+    """Segments in mapping order, the private one last, and one placement per storage, in order."""
 
     segments: list[SegmentPlan]
     placements: list[StoragePlacement]

@@ -1,1 +1,1 @@
-"""What the daemon and the tools ask of the machine: paths, units, descriptors, GPUs."""
+"""The machine: paths, units, descriptors, processes, GPUs."""

@@ -11,9 +11,7 @@ from typing import Self
 
 
 class OwnedFd:
-    """One descriptor and the duty to close it. `close()` may be called twice; `take()` passes the
-    duty on.
-    """
+    """One descriptor and the duty to close it. close() may be called twice; take() passes it on."""
 
     __slots__ = ("_fd",)
 
@@ -93,9 +91,7 @@ def is_sealed(fd: int) -> bool:
 
 
 def sealed_nbytes(fd: int, *, max_nbytes: int) -> int:
-    """The size of a sealed memfd that can be read. Raises ValueError for anything else or anything
-    larger.
-    """
+    """The size of a readable sealed memfd. Raises ValueError for anything else or larger."""
     if not is_sealed(fd):
         raise ValueError("the descriptor is not a memfd sealed against change")
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
@@ -107,7 +103,5 @@ def sealed_nbytes(fd: int, *, max_nbytes: int) -> int:
 
 
 def read_sealed(fd: int, *, max_nbytes: int) -> bytes:
-    """The whole content of a sealed memfd, from offset 0. Raises ValueError for anything else or
-    anything larger.
-    """
+    """The whole content of a sealed memfd, from offset 0. Raises as sealed_nbytes() does."""
     return os.pread(fd, sealed_nbytes(fd, max_nbytes=max_nbytes), 0)

@@ -1,4 +1,4 @@
-"""What doctor learns of the host: from commands, and from files where no command tells it."""
+"""Facts about the host for `doctor`: from commands, or from files if there is no command."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("'"): "\\'"}
 
 
 def output(*command: str) -> str | None:
-    """What a command prints, whatever its exit status; None where it is missing, silent or
-    hangs.
-    """
+    """A command's output, at any exit status; None if it is missing, silent or hangs."""
     try:
         env = session_environment()
         done = subprocess.run(
@@ -52,9 +50,7 @@ def lingers(uid: int) -> bool:
 
 
 def _escaped(name: str) -> str:
-    """As systemd's cescape() writes it: names from a directory service may hold backslashes, spaces
-    or umlauts.
-    """
+    """Escaped as by systemd's cescape(): user names may have backslashes, spaces or umlauts."""
     return "".join(
         _ESCAPES.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}")
         for byte in os.fsencode(name)
@@ -62,9 +58,7 @@ def _escaped(name: str) -> str:
 
 
 def is_full(directory: Path) -> bool:
-    """Whether no file can be made there for want of inodes. False where it cannot be told, or is
-    not limited.
-    """
+    """Whether the file system has no free inode. False if it has no limit or does not answer."""
     try:
         info = os.statvfs(directory)
     except OSError:

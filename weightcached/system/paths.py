@@ -29,13 +29,11 @@ _DEVICE = re.compile(rf"(GPU-{_UUID}|MIG-{_UUID}|cpu(0|[1-9][0-9]{{0,2}}))")
 
 
 def check_device(device: str) -> str:
-    """Return `device` if it is a well-formed name: GPU-<uuid>, MIG-<uuid> or cpuN. Raises
-    DeviceError.
-    """
+    """`device`, if it is well-formed: GPU-<uuid>, MIG-<uuid> or cpuN. Raises DeviceError otherwise."""
     if not _DEVICE.fullmatch(device):
         raise DeviceError(
-            f"device {device!r} is none: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, "
-            "or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists this machine's"
+            f"{device!r} is not a device name: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, "
+            "or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists the devices of this machine"
         )
     return device
 
@@ -46,9 +44,7 @@ def is_host_device(device: str) -> bool:
 
 
 def runtime_dir() -> Path:
-    """The default runtime directory; it may not exist. Raises RuntimePathError where none can be
-    named.
-    """
+    """The default runtime directory, which need not exist. Raises RuntimePathError without a base."""
     base = _session_dir()
     if not Path(base).is_absolute():
         raise RuntimePathError(
@@ -75,9 +71,7 @@ def _session_dir() -> str:
 
 
 def create_runtime_dir(directory: Path) -> None:
-    """Make the directory with mode 0700, or check the one that is there. Raises
-    RuntimePathError.
-    """
+    """Make the directory with mode 0700, or check an existing one. Raises RuntimePathError."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
     except OSError as e:
@@ -112,9 +106,7 @@ def check_private_dir(directory: Path) -> None:
 
 
 def socket_path(device: str, socket_dir: Path | None = None) -> Path:
-    """Where the daemon of `device` listens. Raises RuntimePathError when the path is too long for a
-    socket.
-    """
+    """The socket of `device`. Raises RuntimePathError if its path is too long for a socket."""
     name = f"{check_device(device)}.sock"
     path = (socket_dir or runtime_dir()) / name
     nbytes = len(os.fsencode(path))
@@ -135,8 +127,7 @@ def lock_path(device: str, socket_dir: Path | None = None) -> Path:
 def check_socket(path: Path) -> None:
     """Require a socket of this user in a private directory, before connecting.
 
-    Raises WeightCacheUnavailableError where nothing listens, RuntimePathError where something else
-    is there.
+    Raises WeightCacheUnavailableError if there is nothing, RuntimePathError if it is not a socket.
     """
     absent = WeightCacheUnavailableError(
         f"no weightcached daemon listens on {path}: systemctl --user start weightcached@{path.stem}.service",
@@ -159,9 +150,7 @@ def check_socket(path: Path) -> None:
 
 
 def manifest_path(explicit: Path | None = None) -> Path:
-    """The manifest in force: the explicit one, the user's, or the machine's. Raises ManifestError
-    if none exists.
-    """
+    """The explicit manifest, the user's, or the machine's. Raises ManifestError without one."""
     if explicit is not None:
         candidates = [explicit]
     else:

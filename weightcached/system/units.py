@@ -20,7 +20,7 @@ from weightcached.errors import WeightcachedError
 
 UNITS = ("weightcached@.service", "weightcached-exporter.service", "weightcached.target")
 MANIFEST = "manifest.yaml"
-# Where the commands stand in the unit file of the tree, as a distribution would install them.
+# Path of the commands in the tree's unit files, as a distribution would install them.
 _PACKAGED_BIN = "/usr/bin"
 _COMMANDS = ("weightcached", "weightcachectl")
 _HEADER = re.compile(
@@ -31,13 +31,13 @@ Action = Literal["wrote", "unchanged", "updated", "kept", "removed", "absent"]
 
 
 class InstallError(WeightcachedError):
-    """The files cannot be installed; the text says what is in the way."""
+    """The files cannot be installed; the text names the obstacle."""
 
     code = "install"
 
 
 class Outcome(NamedTuple):
-    """What was done with one file."""
+    """The action taken with one file."""
 
     path: Path
     action: Action
@@ -49,7 +49,7 @@ def config_home() -> Path:
 
 
 def unit_dir() -> Path:
-    """Where the user manager looks for the user's own units."""
+    """The directory in which the user manager looks for the user's own units."""
     return config_home() / "systemd/user"
 
 
@@ -60,8 +60,9 @@ def destinations() -> dict[Path, str]:
 
 
 def install(*, bin_dir: Path | None = None) -> list[Outcome]:
-    """Write what is absent, update what nobody edited, keep the rest. Raises InstallError before
-    writing anything.
+    """Write missing files, update unedited ones, keep the rest.
+
+    Raises InstallError before it writes anything.
     """
     commands = bin_dir or commands_dir()
     contents = {
@@ -74,9 +75,7 @@ def install(*, bin_dir: Path | None = None) -> list[Outcome]:
 
 
 def commands_dir() -> Path:
-    """Where this environment's commands are: beside the running one, or where the interpreter puts
-    scripts.
-    """
+    """Directory of this environment's commands: the running one's, or the interpreter's."""
     # pip install --target and pipx put them elsewhere than sysconfig knows.
     running = Path(sys.argv[0])
     if running.name in _COMMANDS and running.is_file():
@@ -85,9 +84,7 @@ def commands_dir() -> Path:
 
 
 def uninstall() -> list[Outcome]:
-    """Remove the files that install() wrote and nobody edited, and what enabled them. Raises
-    InstallError.
-    """
+    """Remove unedited files of install(), and the links that enable them. Raises InstallError."""
     outcomes = [
         _try_action(path, lambda path: Outcome(path, _remove(path))) for path in destinations()
     ]
@@ -107,9 +104,7 @@ def is_unmodified(text: str) -> bool:
 
 
 def source(name: str) -> Path:
-    """A unit file or the example manifest: inside the installed package, or at the top of a source
-    tree.
-    """
+    """A unit file or the example manifest: in the installed package, or in a source tree."""
     folder = "etc" if name == MANIFEST else "systemd"
     package = Path(__file__).parents[1]
     packaged = package / "data" / folder / name
@@ -168,7 +163,7 @@ def _write(path: Path, text: str) -> Action:
         old = path.read_text(encoding="utf-8")
         if old == text:
             return "unchanged"
-        # A manifest is the operator's from its first day: a newer example is no reason to touch it.
+        # The manifest belongs to the operator from the start: a newer example does not replace it.
         if path.name == MANIFEST or not is_unmodified(old):
             return "kept"
         action = "updated"
@@ -196,7 +191,5 @@ def _unlink(path: Path) -> Action:
 
 
 def _leads_to(link: Path) -> Path | None:
-    """Where `systemctl enable` pointed the link, which may be gone by now; None for anything
-    else.
-    """
+    """Target of a link that `systemctl enable` made, which may be gone; None for anything else."""
     return link.parent / link.readlink() if link.is_symlink() else None

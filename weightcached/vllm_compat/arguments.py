@@ -1,8 +1,8 @@
 """vLLM's command line to engine arguments: a child of `weightcached preload`, run by the engine's
 interpreter.
 
-Prints one JSON object with what was given, by Python names, for EngineArgs(**…). A fault is told in
-vLLM's own words on standard error, and ends the process with status 2.
+Prints the given arguments as one JSON object, by Python names, for EngineArgs(**…). At a fault it
+prints vLLM's own message on standard error and ends with status 2.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from weightcached.errors import EXIT_USAGE
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """The engine arguments that the command line gives; defaults are left out. Ends the process at
-    a fault.
-    """
+    """The engine arguments of the command line, without defaults. Ends the process at a fault."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -29,8 +27,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     )
     EngineArgs.add_cli_args(parser)
     for action in parser._actions:
-        # The loader child fills in vLLM's defaults; what was not said must not look as if it had
-        # been.
+        # The loader child fills in vLLM's defaults. An argument that was not given must not look
+        # like a given one.
         action.default = argparse.SUPPRESS
         if callable(action.type):
             action.type = _plain(action.type)
@@ -38,9 +36,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 
 def _plain(parsed: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parsed`, checked by vLLM, as what JSON can hold: configuration objects stay the JSON that
-    they were made of.
-    """
+    """`parsed`, checked by vLLM, as JSON values; configuration objects stay as given."""
 
     def check(text: str) -> Any:
         value = parsed(text)

@@ -1,6 +1,6 @@
 """vLLM's internals on the engine's side: the device, and building on the meta device.
 
-A new vLLM release is mended here, in hooks.py, in key.py and in solo_rank.py.
+A new vLLM release may need changes here, in hooks.py, in key.py and in solo_rank.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from torch import nn
 
 
 def stage_of_platform() -> str:
-    """`processed` on a GPU; `loaded` on CPU, where post-processing ends in opaque kernel handles.
-    Empty elsewhere.
-    """
+    """`processed` on a GPU; `loaded` on the CPU, where kernel handles are opaque; "" elsewhere."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -29,10 +27,10 @@ def stage_of_platform() -> str:
 
 
 def device_of_worker(parallel_config: Any) -> str:
-    """The device name of this worker, as daemons are named: GPU-<uuid>, MIG-<uuid>, or cpuN by its
-    place on this node.
+    """The device name of this worker's daemon: GPU-<uuid>, MIG-<uuid>, or cpuN by its number on
+    this node.
 
-    Equal to the device of `weightcachectl plan` for the rank, where devices are listed from the
+    `weightcachectl plan` shows the same device for the rank, if the manifest lists devices from the
     first one on.
     """
     from vllm.distributed import get_world_group
@@ -69,6 +67,20 @@ def place_on_node(parallel_config: Any, local_rank: int) -> int:
     return local_rank + int(replica) * int(parallel_config.world_size)
 
 
+def device_memory() -> tuple[int, int] | None:
+    """(free, total) bytes of this worker's GPU, as vLLM measures them for its own check; None where vLLM has no
+    budget of device memory.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    from vllm.utils.mem_utils import MemorySnapshot
+
+    snapshot = MemorySnapshot(device=torch.device("cuda", torch.cuda.current_device()))
+    return int(snapshot.free_memory), int(snapshot.total_memory)
+
+
 @dataclass
 class Build:
     """Whether a build's entries in process-wide registries stay after its block."""
@@ -78,8 +90,8 @@ class Build:
 
 @contextmanager
 def isolated_build(vllm_config: Any, *, keep: bool) -> Iterator[Build]:
-    """Hide what an earlier build left in process-wide registries, and undo what this one leaves
-    there.
+    """Hide the entries of an earlier build in process-wide registries, and remove those of this
+    build.
 
     With `keep`, which the block may still change, the new entries stay, unless the block raises: a
     following load from disk must not find layers or rotary tables that are still on the meta
@@ -97,7 +109,7 @@ def isolated_build(vllm_config: Any, *, keep: bool) -> Iterator[Build]:
     if not keep:
         for registry, _ in saved:
             registry.clear()
-    # A compiled model registers itself there for good: nobody would ever free it, nor what it maps.
+    # A compiled model registers itself there for good: nobody would ever free it or its mapping.
     dynamo = getattr(sys.modules.get("torch._dynamo.convert_frame"), "_bytecode_hooks", {})
     saved.append((dynamo, dynamo.copy()))
     # A rotary table of an earlier model would be shared with this one, whose tensors are about to
@@ -141,8 +153,10 @@ def _expert_maps_on_host() -> Iterator[None]:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """No garbage collection inside: a model is many objects, and looking through an engine's heap
-    for each few thousand of them costs more than building and binding it.
+    """No garbage collection inside the block.
+
+    A model is many objects. Searching an engine's heap after each few thousand of them costs more
+    than building and binding the model.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -154,10 +168,23 @@ def collection_paused() -> Iterator[None]:
 
 
 def freeze_heap() -> None:
-    """Keep what is alive now out of later garbage collections, until the engine shuts down.
+    """Keep the present objects out of later garbage collections, until the engine shuts down.
 
     An engine collects all of its heap several times while it loads and profiles, about a third of a
-    second each: ten times what mapping the weights takes. vLLM freezes the same objects itself once
+    second each: ten times as long as mapping the weights. vLLM freezes the same objects itself once
     it has started, and thaws them when it ends.
     """
     gc.freeze()
+
+
+def all_ranks(ok: bool, role: str) -> bool:
+    """Whether every rank says yes; one small collective, none where the rank is alone."""
+    from vllm.distributed import get_tp_group, get_world_group
+
+    # Only the last pipeline stage loads a draft, so the world would wait for ranks that never come.
+    group = get_tp_group() if role == "draft" else get_world_group()
+    if group.world_size == 1:
+        return ok
+    flag = torch.tensor([int(ok)], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())

@@ -1,9 +1,8 @@
-"""What a draft takes from its target: the engine drops the draft's own embeddings or lm_head for
-the target's.
+"""Tensors that a draft takes from its target: the engine replaces the draft's own embeddings or
+lm_head by the target's.
 
-A checkpoint of such a draft often has none, and then they are uninitialised memory; where it has,
-they are a second copy, of a GiB and more. Neither is packed: the tensors keep their shape, over one
-element.
+If the draft's checkpoint has none, they are uninitialised memory; if it has, they are a second copy
+of a GiB and more. Neither is packed: the tensors keep their shape, over one element.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ def leave_out(model: nn.Module, vllm_config: Any) -> list[str]:
 
 
 def _layers_of_target(model: nn.Module, vllm_config: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that the engine takes from the target, by path, as far as their weights are nobody
-    else's.
-    """
+    """The layers that the engine takes from the target, if nothing else uses their weights."""
     found = {path: layer for path, layer in _candidates(model, vllm_config) if _is_plain(layer)}
     inside = {id(layer) for layer in found.values()}
     others = {

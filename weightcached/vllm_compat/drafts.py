@@ -1,7 +1,7 @@
 """Draft models: which of them are cached, and the configuration with which vLLM builds one.
 
-Needs vLLM; the daemon, which has none, decides by weightcached/config/drafts.py. Like build.py,
-this is mended when vLLM changes.
+Needs vLLM; the daemon, which has none, decides by weightcached/config/drafts.py. Like build.py, it
+may need changes for a new vLLM.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from weightcached.config.drafts import CACHED_METHODS
 
 
 def is_draft(vllm_config: Any, model_config: Any) -> bool:
-    """Whether `model_config` is the draft's. Methods without a model of their own have the target's
-    there.
-    """
+    """Whether `model_config` is the draft's. Methods without their own model use the target's."""
     spec = vllm_config.speculative_config
     return (
         spec is not None
@@ -37,8 +35,9 @@ def is_cached(vllm_config: Any) -> bool:
 
 
 def loads_here(vllm_config: Any) -> bool:
-    """Whether this rank loads a cached draft: those of the last pipeline stage do. Needs vLLM's
-    process groups.
+    """Whether this rank loads a cached draft, as ranks of the last pipeline stage do.
+
+    Needs vLLM's process groups.
     """
     from vllm.distributed import get_pp_group
 
@@ -69,7 +68,7 @@ def load_config_of(vllm_config: Any) -> Any:
 
 
 def message(vllm_config: Any) -> str:
-    """What to tell of a draft that has no cache; empty where there is one or no draft."""
+    """A log line about a draft that has no cache; "" if it has one, or if there is no draft."""
     method, spec = method_of(vllm_config), vllm_config.speculative_config
     if method is None or (method in CACHED_METHODS and spec.draft_load_config is None):
         return ""

@@ -1,9 +1,9 @@
 """The loaders of one model's ranks in one world, for loaders that need their peers.
 
-The ranks meet at a store that rank 0 serves on the manifest's address. Before anything is built
-they hold their configurations against each other, afterwards their keys; every wait is bounded and
-says for whom. A rank that fails tells the others. Only for networks that may be trusted: as among
-an engine's ranks, nothing is authenticated.
+The ranks meet at a store that rank 0 serves on the manifest's address. Before they build anything
+they compare their configurations, afterwards their keys. Every wait is bounded and names the
+missing rank. A rank that fails tells the others. Only for trusted networks: as among an engine's
+ranks, nothing is authenticated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("weightcached.loader")
 _POLL_S = 0.1
 _LEAVE_TIMEOUT_S = 5.0
 _SIOCGIFADDR = 0x8915
-# What may differ among nodes of one model: where a node stands, and where it keeps its files.
+# Arguments that may differ among the nodes of one model: a node's place and its directories.
 _OF_A_NODE = frozenset(
     {
         "node_rank", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local", "model", "tokenizer",
@@ -47,9 +47,7 @@ _OF_A_RANK = frozenset({"tp_rank", "pp_rank", "dp_rank", "ep_rank", "checkpoint"
 
 
 class Peers:
-    """All ranks of one cache at their meeting place. `waiting` is called now and then during each
-    wait.
-    """
+    """All ranks of one cache at their meeting place. Each wait calls `waiting` now and then."""
 
     def __init__(self, job: LoaderJob, meeting: Meeting, waiting: Callable[[], None]) -> None:
         layout = layout_of(job.engine)
@@ -65,15 +63,15 @@ class Peers:
         self.store = self._serve() if self.rank == 0 else self._connect()
 
     def name(self, rank: int) -> str:
-        """A rank for a message: by its device where that is on this node."""
+        """A rank for a message, with its device if that is on this node."""
         here = rank - self._first_here
         devices = self._meeting.devices
         return f"rank {rank} ({devices[here] if 0 <= here < len(devices) else 'on another node'})"
 
     def meet(self, stage: str, said: str = "") -> list[str]:
-        """Wait until every rank is at this stage; what each said, by rank.
+        """Wait until every rank is at this stage; the ranks' messages, by rank.
 
-        Raises LoadError that says for whom it waited, or which rank failed.
+        Raises LoadError naming the ranks that did not come, or the one that failed.
         """
         deadline_s, self._deadline_s = (
             self._deadline_s or time.monotonic() + self._meeting.timeout_s,
@@ -94,9 +92,7 @@ class Peers:
             return [self.store.get(f"{stage}/{rank}").decode() for rank in range(self.count)]
 
     def agree(self, stage: str, values: dict[str, Any]) -> None:
-        """Hold values by name against rank 0's. Raises ManifestError on every rank where any two
-        differ.
-        """
+        """Compare values by name with rank 0's. If any differ, every rank raises ManifestError."""
         said = [
             json.loads(text)
             for text in self.meet(stage, json.dumps(values, sort_keys=True, default=str))
@@ -116,9 +112,7 @@ class Peers:
                 )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, and give them a moment to hear it where the store ends with this
-        process.
-        """
+        """Tell the others. If the store ends with this process, give them a moment to read that."""
         with suppress(RuntimeError):
             if not self.store.check(["failed"]):
                 self.store.set("failed", f"{self.name(self.rank)} failed: {error}"[:4000])
@@ -190,7 +184,7 @@ def _shorten(value: Any) -> str:
 
 
 def comparable(key: WeightCacheKey) -> dict[str, Any]:
-    """What must be equal in the keys of all ranks of one model."""
+    """The part of the key that must be equal for all ranks of one model."""
     fields = msgspec.to_builtins(key)
     same = {name: value for name, value in fields.items() if name not in _OF_A_RANK}
     return same | {"checkpoint": key.checkpoint.sample}
@@ -202,7 +196,7 @@ def group_rank(
 ) -> Iterator[Peers]:
     """vLLM's groups over real peers, for the time of the block.
 
-    Raises LoadError for a peer that does not come or fails, ManifestError for one that has another
+    Raises LoadError for a peer that does not come or fails, ManifestError for a peer with another
     configuration.
     """
     from vllm.config import set_current_vllm_config
@@ -266,9 +260,7 @@ def _hello(job: LoaderJob) -> dict[str, Any]:
 
 
 def _prefer_interface(meeting: Meeting) -> None:
-    """Peers are where the meeting place is; left alone, gloo takes the interface of this machine's
-    name.
-    """
+    """Use the interface of the meeting place; gloo's default is that of this machine's name."""
     family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((meeting.host, meeting.port))
@@ -293,9 +285,7 @@ def _interface_of(address: str) -> str | None:
 
 @contextmanager
 def _quiet_groups(parallel_state: Any, nnodes: int) -> Iterator[None]:
-    """Without the queues over which an engine's ranks broadcast their work: shared memory that no
-    loader needs.
-    """
+    """Make no queues for broadcasting an engine's work: shared memory that no loader needs."""
     make = parallel_state.init_model_parallel_group
 
     def without_queue(*args: Any, **kwargs: Any) -> Any:

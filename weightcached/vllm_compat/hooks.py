@@ -1,9 +1,9 @@
-"""vLLM's post-processing hooks: which a model has, and running each as its plan says.
+"""vLLM's post-processing hooks: which ones a model has, and running each by its plan.
 
-A hook is either that of a module's quantization method, or a module's own (attention layers, and
-the model itself). The plans are: `rerun`, after binding, in vLLM's already-processed mode;
-`replay`, before binding, on the meta device; `restore`, not at all. What hooks leave behind is
-bound and restored by model/bind.py, whatever the plan.
+A hook belongs to a module's quantization method, or to a module itself (attention layers, and the
+model). The plans are: `rerun`, after binding, in vLLM's already-processed mode; `replay`, before
+binding, on the meta device; `restore`, not at all. With every plan, model/bind.py binds tensors and
+restores values afterwards.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _SUPPORTS = "supports_pre_processed_weights"
 
 
 class Hook(NamedTuple):
-    """One hook. `owner` has it: the module itself, or its quantization method. `supports_rerun` is
-    what that says.
-    """
+    """One hook. owner: the module, or its quantization method, which declares supports_rerun."""
 
     module: str
     owner: Any
@@ -40,7 +38,7 @@ class Hook(NamedTuple):
 
     @property
     def key(self) -> HookKey:
-        """What a ModulePlan names it by: path of the module, import path of the owner's class."""
+        """Its name in a ModulePlan: path of the module, import path of the owner's class."""
         return self.module, type_name(type(self.owner))
 
 
@@ -71,9 +69,7 @@ class PostProcessing:
         self._stage = stage
 
     def first_plans(self, model: nn.Module) -> list[ModulePlan]:
-        """The plan to try first for each hook; none on `loaded` weights, where plans have no
-        part.
-        """
+        """The plan to try first for each hook; none on `loaded` weights, which need no plans."""
         if self._stage != "processed":
             return []
         plans = []
@@ -86,8 +82,9 @@ class PostProcessing:
         return plans
 
     def module_of(self, name: str) -> ModuleType:
-        """The module of an enum that the index names; one of vLLM's is imported if need be. Raises
-        ValueError, ImportError.
+        """The module of an enum that the index names; modules of vLLM are imported if needed.
+
+        Raises ValueError, ImportError.
         """
         of_vllm = isinstance(name, str) and name.startswith("vllm.")
         return importlib.import_module(name) if of_vllm else loaded_module(name)
@@ -160,7 +157,7 @@ def _call_hook(hook: Hook, call: Callable[[], Any], failures: list[HookFailure])
     try:
         call()
     except Exception as e:
-        # Whatever it is; the next plan may do.
+        # Any error: the next plan may work.
         failures.append(
             HookFailure(hook.key, f"{type(e).__name__}: {' '.join(str(e).split())[:300]}")
         )
@@ -237,6 +234,6 @@ def _patch_class(
         object.__setattr__(hook.owner, "__class__", stand_ins[cls])
     except TypeError as e:
         raise UnsupportedQuantForIPCError(
-            f"{hook.module or '<root>'}: {type_name(cls)} cannot be stood in for ({e}); load this model from disk"
+            f"{hook.module or '<root>'}: {type_name(cls)} cannot have a stand-in ({e}); load this model from disk"
         ) from e
     undo.callback(object.__setattr__, hook.owner, "__class__", cls)

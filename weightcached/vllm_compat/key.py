@@ -2,10 +2,10 @@
 the weights' bytes.
 
 One function makes both keys: the loader child calls it for the cache, the plug-in for the engine.
-What a configuration resolves to in classes, shapes and dtypes is not repeated here: the index
-carries a digest of the freshly built model (attach.skeleton_of) and the engine compares it before
-it maps anything. docs/identity.md has the table of which field guards which fault, and of what is
-left out on purpose.
+The key does not repeat the classes, shapes and dtypes that follow from a configuration: the index
+carries a digest of the freshly built model (bind.skeleton_of), and the engine compares it before it
+maps anything. docs/identity.md has a table of the fields and the faults that they guard against,
+and lists the settings that are left out on purpose.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from weightcached.checkpoint.identity import record_checkpoint
@@ -29,21 +31,19 @@ from weightcached.index.key import ABSENT, WeightCacheKey
 from weightcached.system.versions import LIBRARIES
 from weightcached.vllm_compat.build import stage_of_platform
 
-# Variables of vLLM that choose a kernel, a layout or a value at load time, by what vLLM calls such
-# things.
+# Names of vLLM's variables that choose a kernel, a layout or a value at load time.
 _LAYOUT_ENVIRONMENT = re.compile(
     r"VLLM_.*(GEMM|MOE|MARLIN|FP8|FP4|QUANT|KERNEL|MLA|FLASHINFER|CUTLASS|INT4|PREPACK|INVARIANT|PADDING|WEIGHT"
     r"|HUMMING|B12X|HPC_OPS|AGNOSTIC|AWQ|MATMUL_PRECISION|REPLICATE|SHARD_SP|ATTENTION)"
 )
-# Of those, what acts on activations, communication, scheduling or memory, or on platforms without a
-# segment backend. VLLM_PP_LAYER_PARTITION is a field of its own.
+# Exceptions: they act on activations, communication, scheduling or memory, or on platforms without
+# a segment backend. VLLM_PP_LAYER_PARTITION is a field of its own.
 _HARMLESS_ENVIRONMENT = re.compile(
     r"VLLM_(ROCM|XPU|TPU)_|VLLM_.*(SAMPLER|ALLREDUCE|WARMUP|AUTOTUNE|CACHE_DIR|CACHE_ROOT|WORKSPACE|PIN_MEMORY|UVA"
     r"|THRESHOLD|SIMULATION|LOW_PRECISION_COMBINE|ATOMIC_ADD|MAX_TOKENS_PER_EXPERT|GROUPED_TOPK|SKIP_PADDING|DUAL_STREAM"
     r"|GEMM_AR|GEMM_RS|CHUNKED_LOCAL|CHUNK_SIZE|DECODE_KERNEL)"
 )
-# What a checkpoint's config.json says about generation, training and its own origin. No layer reads
-# it.
+# Entries of config.json about generation, training and origin. No layer reads them.
 _HARMLESS_CONFIG = frozenset(
     {
         "_name_or_path", "name_or_path", "transformers_version", "eos_token_id", "bos_token_id", "use_cache",
@@ -58,7 +58,7 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
     """The key of this process's rank. To be called before loading: post-processing may change the
     configuration.
 
-    Needs vLLM's process groups. Raises CheckpointError where the checkpoint cannot be identified.
+    Needs vLLM's process groups. Raises CheckpointError if the checkpoint cannot be identified.
     """
     from vllm.distributed import get_dp_group, get_pp_group, get_tp_group
 
@@ -128,6 +128,23 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
     )
 
 
+def with_checkpoint_as_now(
+    key: WeightCacheKey, vllm_config: Any, model_config: Any
+) -> Callable[[], WeightCacheKey]:
+    """The key again whenever it is called, with the checkpoint as it lies on disk then.
+
+    The rest of it cannot be built again: post-processing may have changed the configuration.
+    """
+    record = functools.partial(
+        record_checkpoint,
+        model_config.model,
+        revision=model_config.revision,
+        download_dir=vllm_config.load_config.download_dir,
+        load_format=_disk_format(vllm_config.load_config),
+    )
+    return lambda: msgspec.structs.replace(key, checkpoint=record())
+
+
 def layout_environment() -> dict[str, str]:
     """The values in force of vLLM's variables that can change the bytes: by name, those unset with
     their defaults.
@@ -147,9 +164,7 @@ def layout_environment() -> dict[str, str]:
 
 
 def changes_layout(name: str) -> bool:
-    """Whether an environment variable of this name can change the bytes of loaded or post-processed
-    weights.
-    """
+    """Whether a variable of this name can change the bytes of loaded or post-processed weights."""
     return bool(_LAYOUT_ENVIRONMENT.match(name)) and not _HARMLESS_ENVIRONMENT.match(name)
 
 
@@ -168,8 +183,7 @@ def _expert_rank(parallel: Any) -> tuple[int, int]:
 
 
 def _expert_placement(parallel: Any) -> str:
-    # Which experts a rank holds, and in whose format they wait for their tokens, only matters where
-    # they are spread.
+    # The placement and format of experts only matter if ranks share them.
     if not getattr(parallel, "enable_expert_parallel", False):
         return ABSENT
     return _attributes(
@@ -178,18 +192,14 @@ def _expert_placement(parallel: Any) -> str:
 
 
 def _effective(config: Any) -> Any:
-    """The configuration without what no layer reads, at every depth: text, vision and draft parts
-    included.
-    """
+    """The configuration without entries that no layer reads; text, vision and draft parts too."""
     if isinstance(config, dict):
         return {str(k): _effective(v) for k, v in config.items() if k not in _HARMLESS_CONFIG}
     return [_effective(v) for v in config] if isinstance(config, list | tuple) else config
 
 
 def _multimodal(config: Any) -> str:
-    """How the encoders are built. A limit counts only as zero or not: zero leaves the encoder
-    out.
-    """
+    """How the encoders are built. Of a limit only zero counts: it leaves the encoder out."""
     if config is None:
         return ABSENT
     limits = getattr(config, "limit_per_prompt", {})
@@ -207,8 +217,7 @@ def _multimodal(config: Any) -> str:
 
 
 def _lora(config: Any) -> str:
-    # Adapters wrap layers that are loaded already; what counts is which layers and kernels are
-    # chosen to be wrapped.
+    # Adapters wrap layers that are loaded already. Only the choice of layers and kernels counts.
     return (
         ABSENT
         if config is None
@@ -231,7 +240,7 @@ def _speculative(config: Any) -> str:
 
 
 def _kernel_backends(vllm_config: Any) -> dict[str, str]:
-    # As asked for. What `auto` resolves to shows in the skeleton: it digests the class of every
+    # The requested values. The skeleton shows the choice of `auto`: it digests the class of every
     # layer's method and kernel, and every backend that is an enum.
     kernel = getattr(vllm_config, "kernel_config", None)
     names = ("moe_backend", "linear_backend", "linear_backend_per_quant")
@@ -247,9 +256,7 @@ def _additional(vllm_config: Any) -> str:
 
 
 def _code_revision(model_config: Any, root: str) -> str:
-    """Revision and digest of the Python files beside the checkpoint, where its model may come from
-    them.
-    """
+    """Revision and digest of the checkpoint's Python files, if its model may come from them."""
     config = model_config.hf_config
     if not (
         getattr(model_config, "trust_remote_code", False) and getattr(config, "auto_map", None)
@@ -296,7 +303,7 @@ def _attributes(config: Any, *names: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """One text for one value, whatever order its entries were given in."""
+    """One text for one value, in any order of its entries."""
     if isinstance(value, dict):
         return str(dict(sorted((str(k), _text(v)) for k, v in value.items())))
     return str(value)

@@ -1,11 +1,10 @@
-"""Where a post-processing hook runs on tensors that have no memory, and where it may not write into
-shared ones.
+"""Surroundings for post-processing hooks: tensors without memory, and a guard of shared tensors.
 
-on_meta() gives hooks the surroundings of the plan `replay`: what would go to a device goes to the
-meta device, custom operators take their fakes, a yes-or-no question about values is answered with
-no, and whatever needs a value or an address raises. So a hook does the same each time, in the proof
-and in every engine; whether that is what it did to the loaded weights, the proof says. WriteGuard
-is for the plan `rerun`. Which hook runs where is hooks.py's.
+on_meta() is for the plan `replay`: tensors for a device go to the meta device, custom operators run
+their fakes, yes-or-no questions about values get the answer no, and anything that needs a value or
+an address raises. So a hook does the same each time, in the proof and in every engine. The proof
+shows whether it did the same to the loaded weights. WriteGuard is for the plan `rerun`. hooks.py
+decides which hook runs where.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Operators of torch itself; each has a meta implementation, or says that it has none.
 _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims"})
 _META = torch.device("meta")
-# Hooks ask these to warn of an odd checkpoint, and to skip what it does not need.
+# Hooks ask these in order to warn of an odd checkpoint, and to skip unneeded steps.
 _QUESTIONS = frozenset(
     {
         torch.Tensor.__bool__,
@@ -49,9 +48,7 @@ _OF_THE_PROCESS = (
 
 
 class NoMetaError(NotImplementedError):
-    """A hook needs what a tensor without memory cannot give: a value, an address, or an operator's
-    result.
-    """
+    """A hook needs something that no meta tensor has: a value, an address, an operator's result."""
 
 
 class SharedWriteError(RuntimeError):
@@ -60,10 +57,9 @@ class SharedWriteError(RuntimeError):
 
 @contextmanager
 def on_meta(device: torch.device) -> Iterator[None]:
-    """Run hooks on meta tensors. What they make on the host stays there and is real; `device` is
-    the engine's.
+    """Run hooks on meta tensors. Host tensors that they make are real; `device` is the engine's.
 
-    Raises NoMetaError inside the block, or torch's own error, for what needs values.
+    Raises NoMetaError inside the block, or torch's own error, if a hook needs values.
     """
     with ExitStack() as stack:
         for tensor in _OF_THE_PROCESS:
@@ -80,7 +76,7 @@ def on_meta(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    # The answers would make vLLM warn of what it has no reason to.
+    # The answers would make vLLM warn without a reason.
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -108,9 +104,7 @@ def _no_triton(kernel: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Functions(TorchFunctionMode):  # type: ignore[misc]
-    """Devices as they are asked for, before torch looks for them, and what never reaches the
-    dispatcher: addresses.
-    """
+    """Intercepts requests for devices, before torch looks for them, and for addresses."""
 
     def __torch_function__(
         self,
@@ -133,7 +127,7 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _asks_for_more(kwargs: dict[str, Any]) -> bool:
-    # Where each value came from, how often, or along which dimension.
+    # These return indices and counts of the values too.
     more = ("return_inverse", "return_counts")
     return any(kwargs.get(name) for name in more) or kwargs.get("dim") is not None
 
@@ -150,7 +144,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Also what C++ code makes on a device.
+        # Also for tensors that C++ code makes on a device.
         kwargs = _device_is_meta(kwargs)
         if _lacks_meta(func) and any(t.is_meta for t in _tensors_in(args, kwargs)):
             if func._schema.returns:

@@ -1,18 +1,49 @@
-"""How many bytes one rank holds at least, by vLLM's configuration."""
+"""What a rank allocates at least when it loads its model: a proven bound, from the model as vLLM builds it.
+
+Not from the checkpoint's size: a float32 checkpoint may be loaded as bfloat16, experts are spread over TP × DP × EP,
+and files lie beside the weights that no model reads.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 
-def least_bytes(checkpoint_bytes: int, vllm_config: Any, model_config: Any) -> int:
-    """A lower bound of what one rank holds: its share of the checkpoint, a quarter of it if
-    quantized online.
+# The narrowest that vLLM makes of 16 bit weights while it loads them has 4.
+_NARROWING = 4
 
-    0 for a draft inside of its target's checkpoint, of which it is a small part.
+
+def least_bytes(model: nn.Module, vllm_config: Any) -> int:
+    """Bytes that loading this model, built on the meta device, takes of the device in any case.
+
+    What is tied or shares a storage counts once. 0 where nothing is proven: with weights that vLLM moves to the
+    host while it builds.
     """
-    target = vllm_config.model_config
-    if model_config is not target and model_config.model == target.model:
+    if _offloads(vllm_config):
         return 0
-    share = checkpoint_bytes // max(1, int(vllm_config.parallel_config.world_size))
-    return share // 4 if model_config.quantization else share
+    sizes: dict[int, int] = {}
+    for module in model.modules():
+        # Made narrower layer by layer as they come: never all wide at once.
+        online = getattr(getattr(module, "quant_method", None), "uses_meta_device", False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            # Of what has no shape yet nothing is proven.
+            if not isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                storage = tensor.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes() // (_NARROWING if online else 1)
+    return sum(sizes.values())
+
+
+def _offloads(vllm_config: Any) -> bool:
+    return any(offloaded(vllm_config).values())
+
+
+def offloaded(vllm_config: Any) -> dict[str, Any]:
+    """The options that move weights out of device memory, by name, with their values."""
+    offload = getattr(vllm_config, "offload_config", None)
+    # Where vLLM keeps them has moved: the cache's configuration had the first.
+    return {
+        "cpu_offload_gb": getattr(vllm_config.cache_config, "cpu_offload_gb", 0)
+        or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0),
+        "offload_group_size": getattr(getattr(offload, "prefetch", None), "offload_group_size", 0),
+    }

@@ -3,8 +3,8 @@ are here.
 
 A solo rank has stand-in process groups of torch's `fake` backend, made by vLLM's own layout code,
 so that layers see the sizes and ranks that they will have in the engine. A stand-in has no device
-communicator: a loader that really needs its peers fails by name instead of computing with what
-nobody sent.
+communicator: a loader that really needs its peers fails and says so, instead of computing with data
+that nobody sent.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import torch.distributed
 from torch import nn
 
 from weightcached.errors import LoadError, ManifestError
+from weightcached.vllm_compat.build import stage_of_platform
 from weightcached.wire.loader_job import LoaderJob
 
 ByteCounter = Callable[[int], None]
 
 
 def create_vllm_config(job: LoaderJob) -> Any:
-    """The VllmConfig that `vllm serve` has with these arguments. Raises ManifestError for an
-    argument vLLM lacks.
-    """
+    """The VllmConfig of `vllm serve` with these arguments. Raises ManifestError for an unknown one."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.usage.usage_lib import UsageContext
@@ -40,16 +39,14 @@ def create_vllm_config(job: LoaderJob) -> Any:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ManifestError(
-                f"{job.cache}: engine argument {name!r} is none of this vLLM's{hint}"
-            )
+            raise ManifestError(f"{job.cache}: this vLLM has no engine argument {name!r}{hint}")
     load_general_plugins()
     try:
-        # `mp`, since vLLM would otherwise count the GPUs that this process sees: one, whatever the
-        # world's size.
+        # `mp`: otherwise vLLM would count the GPUs that this process sees, which is one for any
+        # world size.
         defaults = {"skip_tokenizer_init": True, "distributed_executor_backend": "mp"}
-        # The defaults of a server, as most engines are: max_num_batched_tokens sizes what is tuned,
-        # and some tables.
+        # The defaults of a server, as most engines are: max_num_batched_tokens sizes the tuning and
+        # some tables.
         config = EngineArgs(**(defaults | job.engine)).create_engine_config(
             UsageContext.OPENAI_API_SERVER
         )
@@ -62,9 +59,7 @@ def create_vllm_config(job: LoaderJob) -> Any:
 
 
 def become_replica(vllm_config: Any, dp_rank: int) -> None:
-    """Make the configuration that of one data parallel replica, as the engine does when it starts
-    its cores.
-    """
+    """Turn the configuration into that of one replica, as the engine does when it starts its cores."""
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size == 1:
         return
@@ -79,7 +74,7 @@ def become_replica(vllm_config: Any, dp_rank: int) -> None:
 def configs_of(vllm_config: Any, role: str) -> tuple[Any, Any]:
     """The VllmConfig and the ModelConfig with which an engine builds the role's model.
 
-    Raises ManifestError where there is no draft, or none that is cached.
+    Raises ManifestError if there is no draft that is cached.
     """
     from weightcached.config.drafts import CACHED_METHODS
     from weightcached.vllm_compat import drafts
@@ -89,8 +84,8 @@ def configs_of(vllm_config: Any, role: str) -> tuple[Any, Any]:
     method = drafts.method_of(vllm_config)
     if method not in CACHED_METHODS:
         raise ManifestError(
-            f"role draft: vLLM takes the speculative method as {method or 'one without a model'}, and caches are of "
-            f"{', '.join(CACHED_METHODS)}: write the method into speculative_config"
+            f"role draft: for vLLM the speculative method is {method or 'one without a model'}, but only drafts of "
+            f"{', '.join(CACHED_METHODS)} are cached: write the method into speculative_config"
         )
     return drafts.draft_config(vllm_config), vllm_config.speculative_config.draft_model_config
 
@@ -180,7 +175,6 @@ def load_for_stage(
 
     loader.create_model = create_counting
     if stage == "processed":
-        _init_workspace(vllm_config)
         model = loader.load_model(vllm_config=vllm_config, model_config=model_config)
     else:
         device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
@@ -202,17 +196,17 @@ def _count_weights(model: nn.Module, count: ByteCounter) -> nn.Module:
             count(getattr(tensor, "nbytes", 0))
             yield name, tensor
 
-    # In the instance's __dict__, where nn.Module keeps plain attributes; the caller takes it out
-    # again.
+    # In the instance's __dict__, the place of plain attributes; the caller removes it again.
     model.__dict__["load_weights"] = lambda weights, *args, **kwargs: load_weights(
         counting(weights), *args, **kwargs
     )
     return model
 
 
-def _init_workspace(vllm_config: Any) -> None:
-    # Attention backends may take workspace when they are constructed, as they do in an engine's
-    # worker.
+def init_workspace(vllm_config: Any) -> None:
+    """Let attention backends take workspace when they are constructed, as in an engine's worker."""
+    if stage_of_platform() != "processed":
+        return
     from vllm.v1.worker.workspace import init_workspace_manager
 
     init_workspace_manager(torch.device(vllm_config.device_config.device))

@@ -1,10 +1,9 @@
 """FlashInfer's autotuning before the first engine starts, so that it finds the result in vLLM's own
 cache.
 
-Runs on the generation as an engine has it, and only once that has been handed over: whatever
-becomes of the tuning, a crash included, the generation is served. vLLM's functions do the work, the
-loader only gives them a model runner; it has no KV cache and sees no request. How they name their
-cache, and by what they find it again, is theirs too.
+Runs on the generation as an engine has it, after it has been handed over: the daemon serves the
+generation even if tuning crashes. vLLM's functions do the work, and name and find their cache; the
+loader only gives them a model runner, without KV cache and requests.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ def run(
     role: str,
     begin: Callable[[], None],
 ) -> None:
-    """Tune where that is wanted; `begin` is called first then, and `attach` as in tune(). Raises
-    nothing of vLLM's.
-    """
+    """Tune if the engine would. Calls `begin` first, and `attach` as tune() does. Never raises."""
     if is_wanted(vllm_config, role):
         begin()
         tune(vllm_config, model_config, device, attach)
@@ -40,9 +37,9 @@ def run(
 def is_wanted(vllm_config: Any, role: str) -> bool:
     """Whether the engine would tune when it starts, and this rank can do it alone.
 
-    Ranks that tune measure together, and an engine takes what it finds for all its ranks or for
-    none; so of a model of several ranks none is tuned here. With a draft the engine's own dummy run
-    includes the drafter.
+    Ranks measure together, and an engine uses stored results for all its ranks or for none; so a
+    model of several ranks is not tuned here. With a draft the engine's own dummy run includes the
+    drafter.
     """
     from vllm.platforms import current_platform
     from vllm.utils.flashinfer import has_flashinfer
@@ -60,9 +57,7 @@ def is_wanted(vllm_config: Any, role: str) -> bool:
 def tune(
     vllm_config: Any, model_config: Any, device: torch.device, attach: Callable[[nn.Module], None]
 ) -> bool:
-    """Tune, or say why not; whether it worked. `attach` binds the generation to a model on the meta
-    device.
-    """
+    """Tune, or log why not; whether it worked. attach: bind the generation to a model on meta."""
     from weightcached.vllm_compat import build
 
     try:

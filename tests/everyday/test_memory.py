@@ -1,0 +1,202 @@
+"""An engine beside what the daemon holds, up to vLLM's own check of the device's memory: real vLLM, a real daemon with
+real loaders. The device's numbers are the test's own; tests/gpu/test_everyday.py has a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, checkpoint
+from tests.fakes.daemon import DaemonProcess, model, until
+
+ENGINE = {"enforce_eager": True, "max_model_len": 256}
+UTILIZATION = 0.92
+
+
+class BudgetEngine:
+    """Engines of one model (budget_engine.py)."""
+
+    def __init__(self, model_path: Path, log: Path, socket_dir: Path) -> None:
+        self._log, self._socket_dir = log, socket_dir
+        with open(log, "w", encoding="utf-8") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.everyday.budget_engine", str(model_path)], cwd=ROOT, text=True,
+                env=os.environ | ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+            )  # fmt: skip
+
+    def start(
+        self, device: Device, *, utilization: float = UTILIZATION, **options: Any
+    ) -> dict[str, Any]:
+        """Start one on this device, with the plug-in's `options`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        options = {"socket_dir": str(self._socket_dir), "connect_timeout_s": 1.0} | options
+        question = {
+            "total": device.total, "free": device.free, "utilization": utilization, "options": options
+        }  # fmt: skip
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line.startswith("ANSWER "), self._log.read_text(encoding="utf-8")[-3000:]
+        answer: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
+        return answer
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(ANSWER_TIMEOUT_S)
+        self.process.stdout.close()
+
+
+class Device:
+    """A device on which the daemon holds `resident` bytes, and a context and others `more`."""
+
+    def __init__(self, resident: int, *, more: int = 0) -> None:
+        self.total = 10 * resident
+        self.free = self.total - resident - self.total // 200 - more
+
+    def used_at_the_end(self, requested: int) -> int:
+        return self.total - self.free + requested
+
+
+class Setup:
+    """A daemon with two models, and engines of the first and of one that it does not have."""
+
+    def __init__(self, base: Path) -> None:
+        self.paths = {
+            name: checkpoint(base / name, tied=False, dtype="bfloat16", seed=seed)
+            for seed, name in enumerate(("small", "large", "other"))
+        }
+        entries = [model(name, self.paths[name], **ENGINE) for name in ("small", "large")]
+        self.daemon = DaemonProcess(base, entries)
+        self.daemon.loader_command = None
+        self.daemon.env = ENVIRONMENT
+        self.daemon.launch()
+        self.engines = {
+            name: BudgetEngine(self.paths[name], base / f"{name}.log", self.daemon.runtime)
+            for name in ("small", "other")
+        }
+        until(self.daemon.is_ready, "both models are resident", bound_s=ANSWER_TIMEOUT_S)
+        self.resident = {cache.name: cache.bytes for cache in self.daemon.status().caches}
+
+    @property
+    def device(self) -> Device:
+        return Device(sum(self.resident.values()))
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        self.daemon.close()
+
+
+@pytest.fixture(scope="module")
+def setup() -> Iterator[Setup]:
+    base = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
+    setup = Setup(base)
+    yield setup
+    setup.close()
+    shutil.rmtree(base)
+
+
+@pytest.fixture
+def serving(setup: Setup) -> Setup:
+    """The daemon is up, whatever the test before did to it."""
+    if setup.daemon.process is None or setup.daemon.process.poll() is not None:
+        setup.daemon.launch(keep_store=True)
+        until(setup.daemon.is_ready, "both models are resident")
+    return setup
+
+
+def assert_started_within_the_utilization(answer: dict[str, Any], device: Device) -> None:
+    assert "error" not in answer, answer
+    context = device.total // 200
+    assert device.used_at_the_end(answer["requested"]) <= UTILIZATION * device.total + context + 1
+
+
+def costs(answer: dict[str, Any]) -> list[str]:
+    return [line for line in answer["log"] if line.startswith("the KV cache is ")]
+
+
+def test_engine_of_another_key_starts_with_a_smaller_kv_cache(serving: Setup) -> None:
+    answer = serving.engines["other"].start(serving.device)
+    assert_started_within_the_utilization(answer, serving.device)
+    assert answer["external"] == sum(serving.resident.values())
+    (line,) = costs(answer)
+    assert (
+        "the daemon holds small/target 5.8 MiB (no engine), large/target 5.8 MiB (no engine), which"
+        in line
+    )
+    assert "'weightcachectl drop " in line
+
+
+def test_engine_that_copies_its_weights_starts(serving: Setup) -> None:
+    answer = serving.engines["small"].start(serving.device, mode="copy")
+    assert_started_within_the_utilization(answer, serving.device)
+    assert answer["external"] == sum(serving.resident.values())
+
+
+def test_engine_that_maps_one_of_two_resident_models_starts(serving: Setup) -> None:
+    answer = serving.engines["small"].start(serving.device)
+    assert_started_within_the_utilization(answer, serving.device)
+    # Its own, with the private segment of which it has a copy; the other's.
+    assert answer["external"] == sum(serving.resident.values())
+    (line,) = costs(answer)
+    assert "small/target" not in line
+
+
+def test_engine_that_fits_beside_what_is_resident_loses_nothing(serving: Setup) -> None:
+    answer = serving.engines["other"].start(serving.device, utilization=0.45)
+    assert answer["external"] == 0
+    assert costs(answer) == []
+    assert answer["requested"] == math.ceil(0.45 * serving.device.total)
+
+
+def test_engine_without_room_is_told_who_holds_it_and_what_helps(serving: Setup) -> None:
+    device = Device(sum(serving.resident.values()), more=60 << 20)
+    answer = serving.engines["other"].start(device)
+    kind, text = answer["error"]
+    assert kind == "OutOfDeviceMemoryError"
+    assert text.startswith("no room on the device: --gpu-memory-utilization 0.92 of ")
+    assert "the daemon holds small/target 5.8 MiB (" in text
+    assert "'weightcachectl drop " in text
+    assert "a lower --gpu-memory-utilization" in text
+
+
+def test_engine_that_asks_while_the_daemon_restarts_waits_for_it_and_maps(serving: Setup) -> None:
+    serving.daemon.signal(signal.SIGKILL)
+    serving.daemon.wait()
+    serving.daemon.launch(keep_store=True)
+    answer = serving.engines["small"].start(serving.device, connect_timeout_s=20.0)
+    assert_started_within_the_utilization(answer, serving.device)
+    assert not [line for line in answer["log"] if line.startswith("loading from disk")]
+
+
+def test_engine_beside_memory_of_a_daemon_that_is_away_starts(serving: Setup) -> None:
+    serving.daemon.signal(signal.SIGKILL)
+    serving.daemon.wait()
+    answer = serving.engines["small"].start(serving.device)
+    assert_started_within_the_utilization(answer, serving.device)
+    assert answer["external"] == sum(serving.resident.values())
+    assert any("no weightcached daemon listens" in line for line in answer["log"])
+    (line,) = costs(answer)
+    assert "holds small/target 5.8 MiB (" in line
+
+
+def test_engine_is_told_at_once_where_the_daemon_was_stopped(serving: Setup) -> None:
+    assert serving.daemon.stop() == 0
+    answer = serving.engines["small"].start(serving.device, connect_timeout_s=600.0)
+    assert_started_within_the_utilization(answer, serving.device)
+    assert any("no weightcached daemon listens" in line for line in answer["log"])

@@ -1,0 +1,71 @@
+"""The file beside the socket: what a daemon held, for whoever asks while it is away."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.stub_daemon import cache, status
+from weightcached.wire import resident
+from weightcached.wire.resident import Resident, held, path_of, read, write
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    directory = tmp_path / "weightcached"
+    directory.mkdir(mode=0o700)
+    return directory / "cpu0.sock"
+
+
+def holding(**changed: Any) -> Resident:
+    fields: dict[str, Any] = {
+        "device": "cpu0",
+        "boot_id": resident.boot_id(),
+        "generations": held(status("cpu0", cache("a/target", bytes=5), cache("b/target", bytes=0))),
+    }
+    return Resident(**(fields | changed))
+
+
+def test_what_is_written_is_read_by_this_user_alone(socket: Path) -> None:
+    write(socket, holding())
+    assert read(socket) == holding()
+    assert [h.cache for h in holding().generations] == ["a/target"]
+    assert stat.S_IMODE(path_of(socket).stat().st_mode) == 0o600
+    assert [path.name for path in socket.parent.iterdir()] == ["cpu0.resident"]
+
+
+def test_a_half_written_file_is_never_seen(socket: Path) -> None:
+    write(socket, holding())
+    path_of(socket).with_suffix(".resident.part").write_text("left by a crash")
+    write(socket, holding(stopped=True))
+    assert read(socket) == holding(stopped=True)
+
+
+@pytest.mark.parametrize("changed", [{"boot_id": "another"}, {"device": "cpu7"}])
+def test_another_boot_or_device_is_not_believed(socket: Path, changed: dict[str, str]) -> None:
+    write(socket, holding(**changed))
+    assert read(socket) is None
+
+
+def test_nothing_that_cannot_be_trusted_is_believed(socket: Path) -> None:
+    path = path_of(socket)
+    assert read(socket) is None
+    for content in (b"", b"[]", b"{", b"\xff", b'{"device": "cpu0"}'):
+        path.write_bytes(content)
+        assert read(socket) is None
+    path.unlink()
+    os.mkfifo(path)
+    assert read(socket) is None
+    path.unlink()
+    elsewhere = socket.with_name("other.sock")
+    write(elsewhere, holding())
+    path.symlink_to(path_of(elsewhere))
+    assert read(socket) is None
+    path.unlink()
+    write(socket, holding())
+    socket.parent.chmod(0o755)
+    assert read(socket) is None

@@ -1,0 +1,291 @@
+"""A snapshot: the tensor index and the segments of one generation, as files.
+
+    <snapshots>/                            0700, the user's; see default_directory()
+        <DEVICE>/
+            <model>.<role>/
+                <digest of the index>/      renamed into place once it is complete and synced
+                    header                  WCSN, see SnapshotHeader
+                    index                   WCIX, the tensor index as it was served
+                    data                    the segments, one behind the other
+                .<random>/                  being written, flock()ed by its writer
+
+    header: offset  bytes  content
+            0       4      b"WCSN"
+            4       2      FORMAT_VERSION, little-endian
+            6       32     sha256 of the rest
+            38      …      msgpack of SnapshotHeader
+
+Every byte is under a digest: the header's own, the index's own, and one xxh3-128 for each chunk of
+the data. They guard against torn writes and failing disks, not against a forger: whoever may write
+to this directory could as well replace the weights themselves. So nothing is read from a directory
+or file that another user owns or may write to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from weightcached.errors import IndexFormatError, SnapshotError
+from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.system.fds import OwnedFd
+
+FORMAT_VERSION = 1
+CHUNK_NBYTES = 64 << 20
+DIGEST_NBYTES = 16
+# A terabyte has 16,384 chunks of 16 bytes.
+_MAX_HEADER_NBYTES = 16 << 20
+_MAGIC = b"WCSN"
+_PREFIX = struct.Struct("<4sH32s")
+_NAMES = ("header", "index", "data")
+
+Size = Annotated[int, Meta(ge=0)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST_NBYTES, max_length=DIGEST_NBYTES)]
+
+
+class SnapshotHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What the data is. `segments` are sizes in bytes; `chunks` the xxh3-128 digests, big-endian.
+
+    A chunk has `chunk_nbytes` bytes, or what is left of its segment: none spans two segments.
+    """
+
+    software: str
+    cache: str
+    index_digest: str
+    created_at: float
+    chunk_nbytes: Annotated[int, Meta(ge=4096, le=1 << 30)]
+    segments: list[Size]
+    chunks: list[Digest]
+
+
+class Chunk(NamedTuple):
+    """`nbytes` bytes at `offset_bytes` of a segment, and at `position` of the data file."""
+
+    segment: int
+    offset_bytes: int
+    nbytes: int
+    position: int
+
+
+class Snapshot:
+    """An open snapshot whose header and index are checked; its data is not yet.
+
+    Holds a descriptor on each file: a directory that is replaced meanwhile changes nothing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: SnapshotHeader,
+        index: TensorIndex,
+        index_data: bytes,
+        data: OwnedFd,
+    ) -> None:
+        self.path = path
+        self.header = header
+        self.index = index
+        self.index_data = index_data
+        self.data = data
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(self.header.segments)
+
+    def chunks(self) -> Iterator[tuple[Chunk, bytes]]:
+        """Each chunk with its digest, in the order of the file."""
+        return zip(
+            chunks_of(self.header.segments, self.header.chunk_nbytes),
+            self.header.chunks,
+            strict=True,
+        )
+
+    def close(self) -> None:
+        self.data.close()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def default_directory() -> Path:
+    """$XDG_CACHE_HOME/weightcached/snapshots, else ~/.cache/weightcached/snapshots. Raises
+    SnapshotError without either.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):
+        raise SnapshotError(
+            "no directory for snapshots: neither XDG_CACHE_HOME nor HOME names one; "
+            "set snapshots: {dir: …} in the manifest"
+        )
+    return Path(base, "weightcached", "snapshots")
+
+
+def cache_directory(root: Path, device: str, cache: str) -> Path:
+    """Where the snapshots of one cache are. A model's name has no slash, so names do not meet."""
+    return root / device / cache.replace("/", ".")
+
+
+def chunks_of(segments: list[int], chunk_nbytes: int) -> Iterator[Chunk]:
+    """The chunks of segments of these sizes, in bytes."""
+    position = 0
+    for segment, nbytes in enumerate(segments):
+        for offset in range(0, nbytes, chunk_nbytes):
+            length = min(chunk_nbytes, nbytes - offset)
+            yield Chunk(segment, offset, length, position)
+            position += length
+
+
+def encode_header(header: SnapshotHeader) -> bytes:
+    """The header as bytes."""
+    payload = msgspec.msgpack.encode(header)
+    return _PREFIX.pack(_MAGIC, FORMAT_VERSION, hashlib.sha256(payload).digest()) + payload
+
+
+def decode_header(data: bytes) -> SnapshotHeader:
+    """Check and decode a header. Raises SnapshotError that says what is wrong with it."""
+    if len(data) < _PREFIX.size:
+        raise SnapshotError(f"its header has {len(data)} bytes, fewer than {_PREFIX.size}")
+    magic, version, digest = _PREFIX.unpack_from(data)
+    if magic != _MAGIC:
+        raise SnapshotError(f"its header begins with {magic!r}, expected {_MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise SnapshotError(f"it has format {version}, this software reads {FORMAT_VERSION}")
+    payload = data[_PREFIX.size :]
+    if hashlib.sha256(payload).digest() != digest:
+        raise SnapshotError("its header does not have the digest that it states")
+    try:
+        header = msgspec.msgpack.decode(payload, type=SnapshotHeader)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise SnapshotError(f"its header does not decode: {e}") from e
+    expected = sum(-(-nbytes // header.chunk_nbytes) for nbytes in header.segments)
+    if len(header.chunks) != expected:
+        raise SnapshotError(
+            f"its header has {len(header.chunks)} digests, its segments have {expected} chunks"
+        )
+    return header
+
+
+def open_snapshot(path: Path) -> Snapshot:
+    """Open and check header, index and sizes; reads no data. Raises SnapshotError."""
+    with ExitStack() as undo:
+        directory = undo.enter_context(_open_directory(path))
+        files = {name: undo.enter_context(_open_file(directory, path, name)) for name in _NAMES}
+        header = decode_header(_read(files["header"], _MAX_HEADER_NBYTES, "header"))
+        index_data = _read(files["index"], MAX_INDEX_BYTES, "index")
+        try:
+            index, digest = decode(index_data), digest_of(index_data)
+        except IndexFormatError as e:
+            raise SnapshotError(str(e)) from e
+        if digest != header.index_digest:
+            raise SnapshotError(
+                f"its index has digest {digest[:16]}, its header says {header.index_digest[:16]}"
+            )
+        if [segment.nbytes for segment in index.segments] != header.segments:
+            raise SnapshotError("its index lists other segments than its header")
+        held = os.fstat(files["data"].fileno()).st_size
+        if held != sum(header.segments):
+            raise SnapshotError(
+                f"its data has {held} bytes, its segments have {sum(header.segments)}"
+            )
+        data = OwnedFd(files["data"].take())
+    return Snapshot(path, header, index, index_data, data)
+
+
+def list_snapshots(root: Path, device: str, cache: str) -> list[Path]:
+    """The complete snapshots of a cache, newest first; empty where the directory cannot be read."""
+    found: list[tuple[float, Path]] = []
+    with suppress(OSError), os.scandir(cache_directory(root, device, cache)) as entries:
+        for entry in entries:
+            if not entry.name.startswith("."):
+                with suppress(OSError):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user may enter, or check one that is there. Raises
+    SnapshotError.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as e:
+        raise SnapshotError(f"cannot make {directory}: {e.strerror}") from e
+    _open_directory(directory).close()
+
+
+def remove_leftovers(directory: Path) -> int:
+    """Remove what writers that died have left in a cache's directory. Returns how many."""
+    removed = 0
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                removed += _remove_unlocked(entry.path)
+    return removed
+
+
+def _remove_unlocked(path: str) -> bool:
+    with suppress(OSError), OwnedFd(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as fd:
+        # A writer that lives holds the lock.
+        fcntl.flock(fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    return False
+
+
+def _open_directory(path: Path) -> OwnedFd:
+    try:
+        fd = OwnedFd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+    except OSError as e:
+        raise SnapshotError(f"cannot open the directory {path}: {e.strerror}") from e
+    _check_owner(fd, str(path))
+    return fd
+
+
+def _open_file(directory: OwnedFd, path: Path, name: str) -> OwnedFd:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = OwnedFd(os.open(name, flags, dir_fd=directory.fileno()))
+    except OSError as e:
+        raise SnapshotError(f"cannot open {path / name}: {e.strerror}") from e
+    _check_owner(fd, str(path / name))
+    if not stat.S_ISREG(os.fstat(fd.fileno()).st_mode):
+        raise SnapshotError(f"{path / name} is not a regular file")
+    return fd
+
+
+def _check_owner(fd: OwnedFd, path: str) -> None:
+    info = os.fstat(fd.fileno())
+    if info.st_uid != os.geteuid():
+        raise SnapshotError(f"{path} belongs to uid {info.st_uid}, expected {os.geteuid()}")
+    if info.st_mode & 0o022:
+        raise SnapshotError(
+            f"{path} has mode {stat.S_IMODE(info.st_mode):04o}: others may write to it; "
+            f"chmod go-w {path}"
+        )
+
+
+def _read(fd: OwnedFd, most: int, name: str) -> bytes:
+    nbytes = os.fstat(fd.fileno()).st_size
+    if nbytes > most:
+        raise SnapshotError(f"its {name} has {nbytes} bytes, at most {most} are read")
+    data = b""
+    while len(data) < nbytes:
+        part = os.pread(fd.fileno(), nbytes - len(data), len(data))
+        if not part:
+            raise SnapshotError(f"its {name} became shorter while it was read")
+        data += part
+    return data

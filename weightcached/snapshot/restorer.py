@@ -1,0 +1,126 @@
+"""The child that brings a snapshot back: `python -m weightcached.snapshot.restorer SNAPSHOT`.
+
+It takes the loader's job and speaks the loader's protocol, and imports neither torch nor vLLM:
+threads on all cores read chunks, check each digest, and only then put the chunk into its segment.
+Started with the interpreter of the model's engine, which has the CUDA bindings. Whether the
+snapshot is the right one is the daemon's decision, made from the index before this child starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from weightcached.errors import SnapshotError
+from weightcached.segments.api import Backend, Staging, WritableSegment, open_backend
+from weightcached.snapshot.files import Chunk, Snapshot, open_snapshot
+from weightcached.system.fds import OwnedFd, close_all
+from weightcached.wire.delivery import DaemonChannel, run_job
+from weightcached.wire.loader_job import LoaderJob
+from weightcached.wire.messages import LoaderKey
+
+# Twelve readers reached what the page cache and the bus give (bench/README.md); each holds a
+# chunk's worth of page-locked memory on a GPU.
+_MOST_READERS = 12
+
+
+def restore(job: LoaderJob, daemon: DaemonChannel, path: Path) -> None:
+    """Read the snapshot into new segments and hand them over. Raises SnapshotError, SegmentError."""
+    daemon.phase("opening")
+    backend = None if job.waits else open_backend(job.device)
+    with open_snapshot(path) as snapshot:
+        daemon.send(LoaderKey(key=snapshot.index.key))
+        if backend is None:
+            daemon.wait_for_turn()
+            backend = open_backend(job.device)
+        daemon.phase("restoring", snapshot.nbytes)
+        index = msgspec.structs.replace(
+            snapshot.index,
+            driver=backend.driver(),
+            boot_id=job.boot_id,
+            device=job.device,
+            generation=job.generation,
+            spec_digest=job.spec_digest,
+        )
+        fds = read_segments(snapshot, backend, daemon)
+    try:
+        daemon.hand_over(index, fds)
+    finally:
+        close_all(fds)
+    # The time of last use, by which the oldest are removed.
+    os.utime(path / "data")
+
+
+def read_segments(snapshot: Snapshot, backend: Backend, daemon: DaemonChannel) -> list[OwnedFd]:
+    """New segments with the snapshot's bytes, published, in order; the caller closes them."""
+    with ExitStack() as undo:
+        segments: list[WritableSegment] = []
+        for nbytes in snapshot.header.segments:
+            segments.append(backend.create(nbytes))
+            undo.callback(segments[-1].close)
+        _fill(snapshot, segments, backend, daemon)
+        fds: list[OwnedFd] = []
+        undo.callback(lambda: close_all(fds))
+        for segment in segments:
+            fds.append(segment.publish())
+        kept, fds = fds, []
+    return kept
+
+
+def _fill(
+    snapshot: Snapshot, segments: list[WritableSegment], backend: Backend, daemon: DaemonChannel
+) -> None:
+    local = threading.local()
+    held: list[Staging] = []
+
+    def bring(chunk: Chunk, digest: bytes) -> int:
+        if not hasattr(local, "staging"):
+            local.staging = backend.staging(snapshot.header.chunk_nbytes)
+            held.append(local.staging)
+        with local.staging.view()[: chunk.nbytes] as window:
+            _read_chunk(snapshot, chunk, window)
+            if xxhash.xxh3_128_digest(window) != digest:
+                raise SnapshotError(
+                    f"{snapshot.path / 'data'}: the {chunk.nbytes} bytes at {chunk.position} do not "
+                    "have the digest in the header: the file was changed or the disk fails"
+                )
+            # Not in the background: from page-locked memory the copy takes a tenth of the time of
+            # the read, and a second window would take longer to lock than it could save.
+            segments[chunk.segment].write(chunk.offset_bytes, window)
+        return chunk.nbytes
+
+    done = 0
+    readers = min(_MOST_READERS, 2 * (os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(readers, thread_name_prefix="restore")
+    try:
+        runs = [pool.submit(bring, chunk, digest) for chunk, digest in snapshot.chunks()]
+        for run in as_completed(runs):
+            done += run.result()
+            daemon.progress(done, snapshot.nbytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for staging in held:
+            staging.close()
+
+
+def _read_chunk(snapshot: Snapshot, chunk: Chunk, window: memoryview) -> None:
+    got = 0
+    while got < chunk.nbytes:
+        try:
+            read = os.preadv(snapshot.data.fileno(), [window[got:]], chunk.position + got)
+        except OSError as e:
+            raise SnapshotError(f"cannot read {snapshot.path / 'data'}: {e.strerror}") from e
+        if not read:
+            raise SnapshotError(f"{snapshot.path / 'data'} became shorter while it was read")
+        got += read
+
+
+if __name__ == "__main__":
+    run_job(lambda job, daemon: restore(job, daemon, Path(sys.argv[1])))

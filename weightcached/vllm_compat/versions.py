@@ -1,0 +1,131 @@
+"""Which versions of vLLM were seen, and what of vLLM this package needs.
+
+vLLM changes inside every few weeks. A new version is tried, not refused: what it lacks shows as an
+error that names it, and the engine loads from disk. To support a new version, begin with
+`python -m weightcached.vllm_compat.versions`: it looks for every name in the vLLM that is
+installed. What is imported is read from our own sources; what is patched or reached through an
+attribute stands in REACHED.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# By release: what ran on it.
+SEEN = {
+    "0.32": "CPU build 0.32.0: tests/engine",
+    "0.33": "CUDA build 0.33.0: tests/gpu, bench",
+}
+
+
+class Need(NamedTuple):
+    """One name of vLLM. `where` is MODULE:ATTRIBUTE.PATH, `of` the module here that uses it."""
+
+    of: str
+    where: str
+
+
+_LOADER = "vllm.model_executor.model_loader"
+_GROUPS = "vllm.distributed.parallel_state"
+_EXPERTS = "vllm.model_executor.layers.fused_moe.expert_map_manager"
+
+# Not imported by name: what is patched, and what is reached through an imported module or class.
+REACHED = (
+    Need("weightcache_loader", f"{_LOADER}:_LOAD_FORMAT_TO_MODEL_LOADER"),
+    Need("weightcache_loader", f"{_LOADER}:register_model_loader"),
+    Need("build", "vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
+    Need("build", f"{_EXPERTS}:determine_expert_map"),
+    Need("key", "vllm.envs:environment_variables"),
+    Need("key", f"{_GROUPS}:get_ep_group"),
+    Need("solo_rank", f"{_LOADER}.base_loader:BaseModelLoader.create_model"),
+    Need("solo_rank", f"{_GROUPS}:init_distributed_environment"),
+    Need("solo_rank", f"{_GROUPS}:ensure_model_parallel_initialized"),
+    Need("solo_rank", f"{_GROUPS}:init_model_parallel_group"),
+    Need("solo_rank", f"{_GROUPS}:_node_count"),
+)
+# Releases that lack one of these do without: it is imported only where vLLM's own options ask.
+OPTIONAL = frozenset({"vllm.v1.worker.gpu.model_runner:GPUModelRunner"})
+
+_warned = False
+
+
+def is_seen(version: str) -> bool:
+    """Whether this release, e.g. "0.33.1", is one of SEEN."""
+    found = re.match(r"\d+\.\d+", version)
+    return found is not None and found[0] in SEEN
+
+
+def warn_of_unseen(log: logging.Logger, version: str) -> None:
+    """Log one warning in this process if this release of vLLM was never tried; never refuse."""
+    global _warned  # noqa: PLW0603
+    if _warned or is_seen(version):
+        return
+    _warned = True
+    log.warning(
+        "weightcached was not tried with vLLM %s, only with %s; if the cache is not used, "
+        "'python -m weightcached.vllm_compat.versions' names what this vLLM lacks",
+        version,
+        " and ".join(SEEN),
+    )
+
+
+def imports_of(source: Path) -> Iterator[Need]:
+    """The names of vLLM that a source file imports, at its top or inside functions."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from (Need(source.stem, f"{node.module}:{name.name}") for name in node.names)
+
+
+def needs() -> list[Need]:
+    """Every name of vLLM that the package uses."""
+    compat = Path(__file__).parent
+    sources = [*compat.glob("*.py"), *(compat.parents[1] / "weightcache_loader").glob("*.py")]
+    imported = [need for source in sorted(sources) for need in imports_of(source)]
+    return list(dict.fromkeys([*REACHED, *imported]))
+
+
+def find(where: str) -> Any:
+    """What stands at MODULE:ATTRIBUTE.PATH. Raises ImportError, AttributeError."""
+    module, _, path = where.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        if not hasattr(found, name) and hasattr(found, "__path__"):
+            # A module that nobody has imported yet.
+            importlib.import_module(f"{module}.{name}")
+        found = getattr(found, name)
+    return found
+
+
+def missing() -> list[tuple[Need, str]]:
+    """What the installed vLLM lacks, each with the reason."""
+    lacking = []
+    for need in needs():
+        try:
+            find(need.where)
+        except (ImportError, AttributeError) as e:
+            if need.where not in OPTIONAL:
+                lacking.append((need, f"{type(e).__name__}: {e}"))
+    return lacking
+
+
+def main() -> int:
+    """Print what the installed vLLM lacks. Returns 1 if it lacks anything."""
+    import vllm
+
+    lacking = missing()
+    for need, reason in lacking:
+        print(f"{need.where}, used in {need.of}: {reason}")
+    seen = "seen" if is_seen(vllm.__version__) else "never tried"
+    print(f"vLLM {vllm.__version__} ({seen}): {len(needs())} names used, {len(lacking)} not there")
+    return 1 if lacking else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
