@@ -230,10 +230,10 @@ def test_copy_of_the_checkpoint_is_asked_for_digests_and_then_served(
     asked = key(copy)
     with daemon.client() as engine:
         first = engine.expect(Attach(key=with_checkpoint(asked, sample="")), NeedDigest)
-        assert (first.rung, first.files) == ("sample", [WEIGHTS])
+        assert (first.rung, first.files) == ("sample", [WEIGHTS, "model.safetensors.index.json"])
         second = final(engine, Attach(key=asked))
         assert isinstance(second, NeedDigest)
-        assert (second.rung, second.files) == ("full", [WEIGHTS])
+        assert (second.rung, second.files) == ("full", first.files)
         engine.attach(with_checkpoint(asked, full=full_digest(copy))).close()
 
 

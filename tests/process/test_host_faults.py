@@ -231,8 +231,9 @@ def test_checkpoint_deleted_while_it_is_served_is_served_on(
     (failed,) = reload(daemon).outcomes
     assert (failed.outcome, failed.generation) == ("failed", 1)
     attaches(daemon, key)
-    write_checkpoint(checkpoint)
-    assert [(o.outcome, o.generation) for o in reload(daemon).outcomes] == [("loaded", 2)]
+    for seed, expected in ((1, ("unchanged", 1)), (2, ("loaded", 2))):
+        write_checkpoint(checkpoint, seed=seed)
+        assert [(o.outcome, o.generation) for o in reload(daemon).outcomes] == [expected]
 
 
 # ---- limits
