@@ -70,6 +70,13 @@ class RuntimePathError(WeightcachedError):
     exit_status = EXIT_CONFIG
 
 
+class HomeError(WeightcachedError):
+    """This user has no home directory, and what is asked for lies there."""
+
+    code = "home"
+    exit_status = EXIT_CONFIG
+
+
 class DeviceBusyError(WeightcachedError):
     """Another daemon holds this device's lock."""
 

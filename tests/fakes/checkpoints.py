@@ -1,6 +1,4 @@
-"""Small real checkpoints on disk, and the identity and key that a loader makes of one.
-Torch-free.
-"""
+"""Small real checkpoints on disk, and a loader's identity and key of one. Torch-free."""
 
 from __future__ import annotations
 

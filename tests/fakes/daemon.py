@@ -1,6 +1,4 @@
-"""A daemon of cpuN as a real process with its own runtime directory, manifest, and a manager's
-socket to report to.
-"""
+"""A daemon of cpuN as a real process, with runtime directory, manifest and a manager's socket."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def until(condition: Callable[[], bool], what: str, *, bound_s: float = BOUND_S)
 
 
 class ManagerSocket:
-    """The receiving end of NOTIFY_SOCKET, served by a thread: keeps stored descriptors by name,
-    answers barriers.
-    """
+    """The receiving end of NOTIFY_SOCKET, in a thread: keeps descriptors by name, answers barriers."""
 
     def __init__(self, path: str, stored: dict[str, int] | None = None) -> None:
         self.address = path
@@ -105,9 +101,7 @@ class ManagerSocket:
             os.close(fd)
 
     def wait_for(self, word: str, ended: Callable[[], bool]) -> str | None:
-        """The next state with `word` in it, of those not waited for yet; None if the sender has
-        `ended` without it.
-        """
+        """The next unread state with `word` in it; None if the sender has `ended` without one."""
         deadline_s = time.monotonic() + BOUND_S
         with self._news:
             while True:
@@ -134,9 +128,7 @@ class ManagerSocket:
 
 
 class DaemonProcess:
-    """`weightcached serve` with the test's loader. `log` is read from a file, so it survives the
-    process.
-    """
+    """`weightcached serve` with the test's loader. `log` comes from a file, so it survives."""
 
     def __init__(
         self, directory: Path, models: list[dict[str, Any]] | None = None, *, device: str = "cpu0"
@@ -158,8 +150,8 @@ class DaemonProcess:
             write_manifest(self.manifest, models)
 
     def launch(self, *, keep_store: bool = False) -> Self:
-        """Start the process and return at once. `keep_store`: it is passed what the manager has, as
-        at a restart.
+        """Start the process, do not wait. keep_store: pass the manager's descriptors, as at a
+        restart.
         """
         stored: dict[str, int] = {}
         if self.manager is not None:
@@ -228,9 +220,7 @@ class DaemonProcess:
             return client.status()
 
     def is_ready(self) -> bool:
-        """Whether it serves all its caches; a socket that is not there yet, or not listened on, is
-        no error.
-        """
+        """Whether it serves all its caches; a socket that does not answer yet is not an error."""
         status = self.answer()
         return status is not None and status.state == "ready"
 
@@ -267,7 +257,7 @@ class DaemonProcess:
         return self.wait()
 
     def descriptors(self) -> list[str]:
-        """What the daemon's descriptors are open on."""
+        """The targets of the daemon's open descriptors."""
         found = []
         for fd in Path(f"/proc/{self.pid}/fd").iterdir():
             # One that has just been closed is not counted.

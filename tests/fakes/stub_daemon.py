@@ -1,6 +1,4 @@
-"""A daemon's side of the protocol on a real socket, scripted by the test: what it answers, when it
-breaks off.
-"""
+"""A daemon's side of the protocol on a real socket, scripted by the test."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ def welcome(device: str = "cpu0", protocol: int = PROTOCOL_VERSION) -> Welcome:
 
 @dataclass
 class StubDaemon:
-    """Listens on `path` from __enter__ on. `script` answers everything but Hello, which `greeting`
-    answers.
-    """
+    """Listens on `path` from __enter__ on. `greeting` answers Hello, `script` the rest."""
 
     path: Path
     script: Script = lambda request: []

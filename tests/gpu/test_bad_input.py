@@ -1,5 +1,5 @@
-"""What a GPU can be given that is wrong: one clear error each, nothing half-mapped, and engines
-that fall back decode.
+"""Wrong input for a GPU: one clear error each, nothing half-mapped, and engines that fall back
+decode.
 
 PYTHONPATH=. python3 -m pytest tests/gpu/test_bad_input.py
 """
@@ -68,7 +68,7 @@ def service(manager: PrivateManager, models: dict[str, Path], device: str) -> It
 
 @pytest.fixture(scope="module")
 def expected(engines: Engines, models: dict[str, Path]) -> Any:
-    """What an engine decodes that loads from disk."""
+    """The tokens of an engine that loads from disk."""
     return engines.tokens(models["bf16"], **ENGINE)
 
 
@@ -82,7 +82,7 @@ Tamper = Callable[
 
 
 def handing_out(socket: Path, tamper: Tamper) -> Script:
-    """What the daemon on `socket` serves, tampered with."""
+    """A tampered generation of the daemon on `socket`."""
 
     def script(request: Request) -> Iterator[Answer]:
         if isinstance(request, Status):

@@ -1,6 +1,6 @@
 """Real vLLM engines on a GPU, the product's unit under a real user manager, the processed stage.
 
-Needs the wheels that carry vLLM and, where the machine has no systemd of its own, a user manager's binaries.
+Needs the wheels that carry vLLM and, if the machine has no systemd, a user manager's binaries.
     PYTHONPATH=. python3 -m pytest tests/gpu/test_engines.py
 """
 
@@ -29,8 +29,8 @@ SHAPE = {
     "kv_heads": 8,
     "vocab": 16000,
 }
-# What each cached model is, and the engine arguments with which it is loaded from disk as well. The
-# other quantizations and architectures are test_quantization.py's.
+# Each cached model, and the engine arguments with which it is loaded from disk as well. The other
+# quantizations and architectures are test_quantization.py's.
 MODELS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "tied": {"tied": True},

@@ -192,7 +192,7 @@ def test_runtime_directory_without_a_parent_is_said_and_made_when_it_can_be(
         daemon.notified("WATCHDOG=1")
         assert engine.status().state == "ready"
         session.mkdir(mode=0o700)
-        assert daemon.notified("serving") == "STATUS=serving 1 of 1 caches, 0.0 GiB"
+        assert daemon.notified("serving") == "STATUS=serving 1 of 1 caches, 3.0 MiB"
         assert engine.status().caches[0].engines[0].pid == os.getpid()
     attaches(daemon, key)
     text = f"our socket is gone and cannot be made again socket={daemon.socket} error={reason}\n"
@@ -264,7 +264,7 @@ def test_with_64_descriptors_a_crowd_is_refused_and_the_daemon_lives(
         assert refusal.code == "busy"
         # Its own handshake may be one of them.
         assert re.fullmatch(
-            r"this daemon has \d+ connections, the most that its limit of open files allows "
+            r"this daemon has \d+ connections, the maximum for its limit of open files "
             r"\(LimitNOFILE=, ulimit -n\): close some, then try again",
             refusal.message,
         )

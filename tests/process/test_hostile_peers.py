@@ -180,7 +180,7 @@ def test_flood_of_connections_leaves_room_for_the_daemons_own_handshake(
             assert late.closed_by_daemon()
         assert refused == Refused(
             code="busy",
-            message="this daemon has 512 connections, the most it takes: close some, then try again",
+            message="this daemon has 512 connections, the maximum: close some, then try again",
         )
         for _ in range(3):
             daemon.notified("WATCHDOG=1")

@@ -329,7 +329,7 @@ def test_rejoin_takes_exactly_the_generation_that_is_mapped(
             assert refused.code == "generation-gone"
     assert refused.message == (
         "none/target: generation 1 is not served any more, the daemon has no generation of it; "
-        "what the engine has mapped stays valid"
+        "the weights that the engine has mapped stay valid"
     )
 
 
@@ -368,7 +368,7 @@ def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(
         assert refused.code == "in-use"
         assert refused.message == (
             f"tiny/target is in use by pid {os.getpid()}: stop the engine, or drop it with --force; "
-            "what an engine has mapped stays valid"
+            "weights that an engine has mapped stay valid"
         )
         assert daemon.status().caches[0].state == "ready"
         tool.expect(Drop(cache="tiny/target", force=True), Done)

@@ -30,7 +30,7 @@ Launcher = Callable[..., DaemonProcess]
 
 PROTOCOL = (
     "loader of {cache} broke the protocol: {what}; it was killed. "
-    "Is the weightcached of {python} the daemon's version?"
+    "Check that {python} has the daemon's version of weightcached"
 )
 # Longer than a loader needs to start on a busy machine.
 STALL_TIMEOUT_S = 4
@@ -51,9 +51,9 @@ FAULTS: dict[str, str] = {
     "it was killed; its last lines are in the log",
     "refuse-before-key": "config.json names no architecture",
     "wrong-generation": PROTOCOL.replace(
-        "{what}", "its index has generation {wrong}, asked was {generation}"
+        "{what}", "its index has generation {wrong}, expected {generation}"
     ),
-    "wrong-device": PROTOCOL.replace("{what}", "its index has device 'cpu999', asked was 'cpu0'"),
+    "wrong-device": PROTOCOL.replace("{what}", "its index has device 'cpu999', expected 'cpu0'"),
     "wrong-backend": PROTOCOL.replace("{what}", "its index has backend 'cuda' for device cpu0"),
     "corrupt-index": PROTOCOL.replace(
         "{what}", "tensor index: its digest does not match its content"
@@ -216,7 +216,7 @@ def test_one_failure_beside_a_healthy_model_is_ready_and_says_so(
     daemon = launcher(make_daemon, [faulty, model("tiny", checkpoint)]).launch()
     ready = daemon.notified("READY=1")
     assert (
-        "serving 1 of 2 caches, 0.0 GiB; faulty/target: loader of faulty/target died of SIGKILL"
+        "serving 1 of 2 caches, 3.0 MiB; faulty/target: loader of faulty/target died of SIGKILL"
         in ready
     )
     status = daemon.status()
@@ -431,7 +431,7 @@ def test_reloads_that_wait_are_limited_in_number(
     with daemon.client("ctl") as tool:
         assert tool.ask(Reload()) == Refused(
             code="busy",
-            message="16 reloads wait for their turn already: try again when they are over",
+            message="16 reloads are waiting already: try again later",
         )
     gate.write_bytes(b"")
     daemon.until(lambda s: s.caches[0].generation == 2 and not s.caches[0].phase, "it is loaded")
@@ -460,18 +460,30 @@ def test_two_reloads_run_one_after_the_other(
     assert len(spawns.read_text().splitlines()) == 1
 
 
+NVML_OF_ONE_GPU = """
+from types import SimpleNamespace
+class NVMLError(Exception): pass
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(index): return "handle"
+def nvmlDeviceGetMigMode(handle): raise NVMLError("Not Supported")
+def nvmlDeviceGetUUID(handle): return "{uuid}"
+def nvmlDeviceGetName(handle): return "NVIDIA H200"
+def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=1)
+def nvmlSystemGetDriverVersion(): return "580.159.03"
+"""
+
+
 def test_gpu_that_this_machine_lacks_is_named_beside_those_that_it_has(
     make_daemon: Launcher, checkpoint: Path, short_tmp: Path
 ) -> None:
     lacking, present = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "01")
-    smi = short_tmp / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(
-        f"#!/bin/sh\nif [ $1 = -L ]; then echo 'GPU 0: NVIDIA H200 (UUID: {present})'; fi\n"
-    )
-    smi.chmod(0o755)
+    # In the place of nvidia-ml-py: NVML of a machine with one other GPU.
+    (short_tmp / "fake").mkdir()
+    (short_tmp / "fake/pynvml.py").write_text(NVML_OF_ONE_GPU.format(uuid=present))
     daemon = make_daemon([model("tiny", checkpoint, lacking)], device=lacking)
-    daemon.env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    daemon.env = {"PYTHONPATH": str(short_tmp / "fake")}
     # The product's loader: it opens the device before it imports an engine's libraries.
     daemon.loader_command = None
     assert daemon.launch().wait() == 78

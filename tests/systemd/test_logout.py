@@ -177,8 +177,8 @@ def test_logout_without_lingering_ends_the_daemon_and_frees_the_weights(site: Si
     session = site.serve()
     pid, _, _ = site.served()
     assert pid in site.holders()
-    warning = "off: units of this user, and what they hold, end with the last login"
-    fix = f"loginctl enable-linger {UID} (as root where that is denied)"
+    warning = "off: units of this user end with the last login, and their memory is freed"
+    fix = f"loginctl enable-linger {UID} (as root if that is denied)"
     assert site.findings(session)["linger"] == ("warn", warning, fix)
     site.log_out(session, "gone")
     assert site.system.processes() == {}
@@ -331,11 +331,11 @@ def test_doctor_tells_a_shell_outside_of_any_session_what_is_missing_and_its_com
 ) -> None:
     site.log_out(site.serve(), "gone")
     unset = ("warn", f"is not set, {RUNTIME} is used", f"export XDG_RUNTIME_DIR={RUNTIME}")
-    warning = "off: units of this user, and what they hold, end with the last login"
+    warning = "off: units of this user end with the last login, and their memory is freed"
     enable = f"loginctl enable-linger {UID}"
     manager = f"{enable}; systemctl start user@{UID}.service"
     assert site.findings() == {
-        "linger": ("warn", warning, f"{enable} (as root where that is denied)"),
+        "linger": ("warn", warning, f"{enable} (as root if that is denied)"),
         "XDG_RUNTIME_DIR": unset,
         "user manager": ("fail", "does not answer (no output)", f"{manager} (as root)"),
         "runtime directory": ("fail", ABSENT, f"{enable}; export XDG_RUNTIME_DIR={RUNTIME}"),

@@ -67,7 +67,7 @@ def test_start_returns_when_the_weights_are_served(unit: Unit) -> None:
     unit.configure(x_steps=5)
     unit.install().systemctl("start")
     assert unit.cache().state == "ready"
-    assert unit.show("StatusText") == "serving 1 of 1 caches, 0.0 GiB"
+    assert unit.show("StatusText") == "serving 1 of 1 caches, 3.0 MiB"
 
 
 @pytest.mark.parametrize("event", [killed, restarted, reexecuted_and_killed, stalled])

@@ -61,10 +61,8 @@ class Machine:
         self.place("[cpu0]")
         self.gpus: list[Any] = []
         self.persistence: dict[str, str] = {}
-        devices = SimpleNamespace(
-            list_gpus=lambda: self.gpus, persistence_warning=self.persistence.get
-        )
-        monkeypatch.setitem(sys.modules, "weightcached.system.gpus", devices)
+        monkeypatch.setattr(doctor, "list_gpus", lambda: self.gpus)
+        monkeypatch.setattr(doctor, "persistence_warning", self.persistence.get)
         self.processor("fpu avx avx2 avx512f avx512dq avx512bw avx512vl amx_tile")
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
         self.failed_units = self.active_units = ""
@@ -135,6 +133,7 @@ def test_healthy_machine_has_only_ok_findings(machine: Machine) -> None:
         "ok    user manager: running",
         f"ok    unit: {units}/weightcached@.service",
         f"ok    unit: {units}/weightcached-exporter.service",
+        f"ok    unit: {units}/weightcached-engine@.service",
         f"ok    unit: {units}/weightcached.target",
         f"ok    runtime directory: {machine.run}/weightcached",
         f"ok    cache directory: {machine.base}/cache/weightcached",
@@ -166,15 +165,15 @@ def test_failure_exits_1_and_a_warning_does_not(machine: Machine) -> None:
     assert linger == {
         "check": "linger",
         "level": "warn",
-        "text": "off: units of this user, and what they hold, end with the last login",
-        "fix": f"loginctl enable-linger {UID} (as root where that is denied)",
+        "text": "off: units of this user end with the last login, and their memory is freed",
+        "fix": f"loginctl enable-linger {UID} (as root if that is denied)",
     }
     machine.manifest.unlink()
     failed = CliRunner().invoke(main, ["doctor"])
     assert failed.exit_code == 1
     assert (
         f"fail  manifest: no model manifest at {machine.manifest} or /etc/weightcached/manifest.yaml: "
-        "'weightcachectl install' writes an example to edit; mend: weightcachectl install\n"
+        "'weightcachectl install' writes an example to edit; fix: weightcachectl install\n"
     ) in failed.stdout
 
 
@@ -292,7 +291,7 @@ def test_full_runtime_directory_is_found(machine: Machine) -> None:
     assert found[0] == Finding("runtime directory", "fail", text, fix)
 
 
-AGAIN = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
+AGAIN = "it cannot keep digests, so each start of an engine may read its checkpoint again"
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "others", "not ours"])
@@ -382,13 +381,13 @@ def test_missing_unit_fails(machine: Machine) -> None:
     missing = Finding(
         "unit", "fail", "weightcached.target is not installed", "weightcachectl install"
     )
-    assert machine.findings("unit")[2] == missing
+    assert machine.findings("unit")[3] == missing
 
 
 def test_unit_of_an_environment_that_is_gone_fails(machine: Machine) -> None:
     (machine.bin / "weightcached").unlink()
     unit = machine.config / "systemd/user/weightcached@.service"
-    text = f"{unit} runs {machine.bin}/weightcached, which is no executable"
+    text = f"{unit} runs {machine.bin}/weightcached, which is not an executable"
     assert machine.findings("unit")[0] == Finding("unit", "fail", text, "weightcachectl install")
 
 
@@ -467,7 +466,7 @@ def test_gpus_are_compared_with_the_manifest_and_asked_for_persistence(machine: 
         Finding(
             "GPU",
             "fail",
-            f"{GPU} stands in the manifest and is not in this machine",
+            f"the manifest names {GPU}, which is not in this machine",
             "weightcachectl devices",
         ),
         Finding("GPU", "warn", "persistence mode is off", f"sudo nvidia-smi -i {other} -pm 1"),

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.models import an_index
+from tests.fakes.values import encode_value
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import (
     FORMAT_VERSION,
@@ -26,8 +27,8 @@ from weightcached.index.tensors import (
     decode,
     digest_of,
     encode,
+    layout_difference,
 )
-from weightcached.model.values import encode_value
 
 HEADER_NBYTES = 38
 
@@ -354,3 +355,18 @@ def test_fields_changed_by_who_signs_them_give_a_checked_index_or_the_one_error(
     index = outcome(signed(msgspec.msgpack.encode(fields)))
     if index is not None:
         assert encode(index)
+
+
+def test_generations_that_differ_in_bytes_alone_have_the_same_layout() -> None:
+    ours = an_index()
+    (storage,) = ours.storages
+    other = msgspec.structs.replace(
+        ours,
+        generation=2,
+        software="newer",
+        storages=[StorageRecord(storage.segment, storage.offset_bytes, storage.nbytes, b"x" * 16)],
+    )
+    assert layout_difference(ours, other) == ""
+    moved = StorageRecord(storage.segment, storage.offset_bytes, storage.nbytes - 512, b"x" * 16)
+    other = msgspec.structs.replace(other, storages=[moved])
+    assert layout_difference(ours, other) == "its tensors are packed differently"

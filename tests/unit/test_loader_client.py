@@ -278,7 +278,7 @@ def test_loading_waits_and_logs(path: Path, key: WeightCacheKey, lines: Lines) -
 
     with StubDaemon(path, script):
         run(path, key).close()
-    assert lines.lines == ["INFO waiting for tiny/target: weights 1.0 of 4.0 GiB, 12 s left"]
+    assert lines.lines == ["INFO waiting for tiny/target: weights, 1.0 of 4.0 GiB, 12 s left"]
 
 
 def test_progress_without_an_estimate_is_logged_without_one(
@@ -294,8 +294,8 @@ def test_progress_without_an_estimate_is_logged_without_one(
     with StubDaemon(path, script):
         run(path, key).close()
     assert lines.lines == [
-        "INFO waiting for tiny/target: configuring 0.0 of 0.0 GiB",
-        "INFO waiting for tiny/target: weights 0.0 of 0.5 GiB",
+        "INFO waiting for tiny/target: configuring",
+        "INFO waiting for tiny/target: weights, 0.0 of 512.0 MiB",
     ]
 
 
@@ -311,7 +311,7 @@ def test_loading_beyond_the_deadline_is_unavailable(path: Path, key: WeightCache
         text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=0.3)
     assert text == (
         "tiny/target is still loading (weights); raise state_timeout_s to wait longer, 'weightcachectl status' shows "
-        "how far it is"
+        "its progress"
     )
     waited_s = time.monotonic() - began
     assert waited_s >= 0.3
@@ -337,7 +337,7 @@ def test_load_that_stops_is_not_waited_for(
         text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=BOUND_S)
     assert text == (
         "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 0 s; 'weightcachectl status' shows its "
-        "state, 'journalctl --user' what its loader says"
+        "state, 'journalctl --user' its loader's log"
     )
     waited_s = time.monotonic() - began
     assert waited_s >= 0.7, "while bytes came it was waited for longer than that"
@@ -509,8 +509,8 @@ def test_index_that_could_change_is_refused(path: Path, key: WeightCacheKey) -> 
             yield Packet(encode(Descriptors(first=0)), [fd.fileno()])
 
     with StubDaemon(path, script):
-        text = refused(ProtocolError, path, key)
-    assert text == "the index of tiny/target: the descriptor is not a memfd sealed against change"
+        text = refused(IndexFormatError, path, key)
+    assert text == "tensor index: the descriptor is not a memfd sealed against change"
 
 
 @pytest.mark.parametrize("segments", [0, 2, 3])
@@ -618,7 +618,7 @@ def test_release_gives_the_lease_back(path: Path, key: WeightCacheKey, lines: Li
         ),
         (
             Packet(b"", then_close=True),
-            "WARNING could not ask the daemon to free tiny/target: the daemon on DIR/cpu0.sock closed the connection",
+            "WARNING cannot ask the daemon to free tiny/target: the daemon on DIR/cpu0.sock closed the connection",
         ),
     ],
     ids=["refused", "gone"],
@@ -747,7 +747,7 @@ def test_refused_rejoin_ends_with_a_log_line(path: Path, key: WeightCacheKey, li
     message = "tiny/target generation 3 is gone, generation 4 is served"
     with StubDaemon(path, rejoining(Refused(code="absent", message=message))) as daemon:
         lines.wait_for(
-            f"WARNING the restarted daemon no longer has what this engine maps: {message}"
+            f"WARNING the restarted daemon no longer serves the weights that this engine maps: {message}"
         )
         lease._thread.join(BOUND_S)
         assert not lease._thread.is_alive()
@@ -870,8 +870,8 @@ def test_sleeping_engine_unmaps_when_asked_and_its_lease_ends(
         assert not lease.connected.is_set()
         lease.close()
     assert lines.lines == [
-        "INFO unmapped tiny/target generation 3, for which the daemon has asked: it is attached again before the "
-        "engine wakes"
+        "INFO unmapped tiny/target generation 3, because the daemon needs the room; the engine attaches again before "
+        "it wakes"
     ]
 
 

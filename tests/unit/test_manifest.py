@@ -207,7 +207,7 @@ FAULTS = {
     ),
     "unknown_top": (
         "version: 1\nmodel: []\n",
-        "M:2: model: unknown key (did you mean 'models'?); known keys: version, models",
+        "M:2: model: unknown key (did you mean 'models'?); known keys: version, models, engines",
     ),
     "duplicate_top": (
         "version: 1\nmodels: []\nversion: 1\n",

@@ -5,17 +5,19 @@ to a newer generation, on a fake driver.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from torch import nn
 
 from tests.fakes.cuda_driver import MIB, FakeDriver, FakeGpu, FakeTensor, IllegalAddress, no_leaks
 from tests.fakes.models import an_index
 from weightcached.errors import CacheConfigMismatchError, WeightCacheUnavailableError
 from weightcached.index.tensors import ModulePlan, SegmentRecord, TensorIndex
-from weightcached.model import mapped
+from weightcached.model import bind, mapped
 from weightcached.model.mapped import MappedModel, State
 from weightcached.segments.cuda import CudaBackend
 from weightcached.system.fds import OwnedFd, close_all
@@ -278,3 +280,29 @@ def test_lease_goes_with_the_model(world: World) -> None:
     del module
     assert world.leases[0].closed
     assert list(mapped.of_process()) == []
+
+
+class Bytes:
+    """A mapping of one private segment, and a copy of it."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(4096, dtype=torch.uint8)
+
+    def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        return self.memory[offset_bytes : offset_bytes + nbytes]
+
+    def private_copy(self, segment: int) -> Any:
+        copy = self.memory.clone()
+        return SimpleNamespace(view=lambda offset, nbytes: copy[offset : offset + nbytes])
+
+
+def test_private_copies_are_made_anew_in_place() -> None:
+    mapping: Any = Bytes()
+    index = an_index(segments=[SegmentRecord(4096, private=True)])
+    storages = bind.Storages(index, mapping, torch.device("cpu"), copy=False)
+    storage = storages.get(0, on_host=False)
+    address = storage.data_ptr()
+    mapping.memory.fill_(7)
+    assert storage[0] == 0
+    storages.refresh()
+    assert (storage[0], storage[4095], storage.data_ptr()) == (7, 7, address)

@@ -96,7 +96,7 @@ REPLIES: list[Message] = [
     Descriptors(first=250),
     Loading(cache="a/target", phase="p", done_bytes=1, total_bytes=2, eta_s=1.5),
     Mismatch(cache="a/target", fields=[FieldMismatch("dtype", "a", "b")]),
-    NeedDigest(rung="full", files=["a"]),
+    NeedDigest(rung="full"),
     Absent(reason="r"),
     Failed(cache="a/target", error="e"),
     Released(cache="a/target"),
@@ -118,7 +118,7 @@ REPLIES: list[Message] = [
 LOADER: list[Message] = [
     LoaderProgress(phase="p", done_bytes=1, total_bytes=2),
     LoaderKey(key=KEY),
-    LoaderIndex(segments=4, peak_bytes=9),
+    LoaderIndex(segments=4),
     LoaderFailed(code="load-failed", message="m", permanent=True),
     Descriptors(first=0),
 ]

@@ -94,7 +94,8 @@ def test_missing_runtime_directory_names_the_ways_out(monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
     assert fails(RuntimePathError, paths.runtime_dir) == (
         "the runtime directory /nonexistent does not exist: log in through a session that systemd-logind opens, "
-        f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR"
+        f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR, "
+        "or name the directory of the sockets: --socket-dir"
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tests.fakes.models import Packed, random_bytes, without_leftovers
+from tests.fakes.values import encode_value
 from weightcached.errors import (
     IndexFormatError,
     SegmentError,
@@ -24,7 +25,6 @@ from weightcached.errors import (
     WeightcachedError,
 )
 from weightcached.index.tensors import ModulePlan, StorageRecord, TensorIndex, TensorRecord
-from weightcached.model.values import encode_value
 from weightcached.segments.packing import SMALL_NBYTES
 from weightcached.system.fds import OwnedFd, read_sealed, sealed_memfd
 

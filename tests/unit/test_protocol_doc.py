@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 MODULES = (messages, key, identity, tensors, loader_job)
 # What decide() answers never leaves its process.
-LOCAL = {"Message", "Decision", "Equal", "Different", "Need"}
+LOCAL = {"Message", "LoadMessage", "Decision", "Equal", "Different", "Need"}
 
 
 def structs() -> list[type[msgspec.Struct]]:

@@ -696,8 +696,8 @@ def test_lack_of_memory_says_needed_free_total_and_holders(
     with pytest.raises(OutOfDeviceMemoryError) as e:
         backend.create(384 * MIB)
     assert str(e.value) == (
-        f"cannot create a segment of 402653184 bytes on {GPU}: 0.25 GiB of 0.50 GiB are free; held by pid 4711 "
-        "(python3) 0.12 GiB, 0.12 GiB by descriptors, contexts and other containers: stop a process ('nvidia-smi' "
+        f"cannot create a segment of 402653184 bytes on {GPU}: 256.0 MiB of 512.0 MiB are free; held by pid 4711 "
+        "(python3) 128.0 MiB, 128.0 MiB by descriptors, contexts and other containers: stop a process ('nvidia-smi' "
         "lists them), or free a cache with 'weightcachectl drop'"
     )
     assert "cuMemCreate" not in driver.calls[driver.calls.index("cuMemExportToShareableHandle") :]
@@ -708,7 +708,8 @@ def test_memory_lost_to_another_process_meanwhile_is_the_same_error(driver: Fake
     backend = open_gpu(driver)
     driver.fail("cuMemCreate", result=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     with pytest.raises(
-        OutOfDeviceMemoryError, match=r"0\.50 GiB of 0\.50 GiB are free; held by no listed process"
+        OutOfDeviceMemoryError,
+        match=r"512\.0 MiB of 512\.0 MiB are free; held by no listed process",
     ):
         backend.create(SIZE)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 _INT64 = range(-(2**63), 2**63)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _SCALARS = {"null", "bool", "int", "float", "str"}
 _TAG = "tag:yaml.org,2002:"
 
@@ -200,6 +202,28 @@ class Value:
         if not isinstance(number, int) or number < minimum:
             self.fail(f"expected an integer of at least {minimum}, got {self.described()}")
         return number
+
+    def number(self, minimum: float) -> float:
+        """A number of at least `minimum`."""
+        number = self.plain() if self.kind in ("int", "float") else None
+        if not isinstance(number, int | float) or number < minimum:
+            self.fail(f"expected a number of at least {minimum:g}, got {self.described()}")
+        return float(number)
+
+    def boolean(self) -> bool:
+        """true or false."""
+        if self.kind != "bool":
+            self.fail(f"expected true or false, got {self.described()}")
+        return bool(self.plain())
+
+    def name(self) -> str:
+        """A name of a model or an engine: it stands in file names and unit names."""
+        name = self.string()
+        if not _NAME.fullmatch(name):
+            self.fail(
+                f"expected 1 to 100 letters, digits, dots, dashes or underscores, got {name!r}"
+            )
+        return name
 
     def plain(self) -> Any:
         """The value as Python objects that JSON can hold."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,6 +17,8 @@ from typing import Any, Literal, cast
 import msgspec
 
 from weightcached.config.drafts import has_cached_draft
+from weightcached.config.engines import EngineSpec, parse_engines
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Value, read
 from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
@@ -27,13 +28,10 @@ from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
 ALL = "all"
-ROOT_KEYS = ("version", "models")
+ROOT_KEYS = ("version", "models", "engines")
 MODEL_KEYS = ("name", "devices", "engine", "python", "rendezvous", "identity")
 IDENTITY = ("full", "sampled")
 LAYOUT_KEYS = SIZES
-# The loader would attach to the cache that it is about to fill.
-OWN_LOAD_FORMATS = ("ipc_cache", "weightcached")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +85,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     models: list[ModelSpec]
+    engines: list[EngineSpec] = []
 
     def on(self, device: str) -> list[ModelSpec]:
         """The models placed on `device`, in manifest order."""
         return [model for model in self.models if model.is_on(device)]
+
+    def service(self, name: str) -> tuple[EngineSpec, ModelSpec]:
+        """The engine service called `name`, and its model. Raises ManifestError where there is
+        none.
+        """
+        for engine in self.engines:
+            if engine.name == name:
+                return engine, next(m for m in self.models if m.name == engine.model)
+        known = ", ".join(engine.name for engine in self.engines) or "none"
+        raise ManifestError(f"{self.path}: no engine {name!r} under engines: (there: {known})")
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -103,7 +112,9 @@ def load_manifest(path: Path) -> Manifest:
     entries = keys["models"].items()
     if not entries:
         keys["models"].fail("the list is empty: expected at least one model")
-    return Manifest(path=path, models=_models(entries))
+    models = _models(entries)
+    engines = parse_engines(keys["engines"], models) if "engines" in keys else []
+    return Manifest(path=path, models=models, engines=engines)
 
 
 def _check_version(root: Value, version: Value | None) -> None:
@@ -159,7 +170,7 @@ def _model(entry: Value, keys: dict[str, Value]) -> ModelSpec:
             f"devices: {ALL} gives each device a copy of its own, which has no peers: write solo"
         )
     return ModelSpec(
-        name=_name(keys["name"]),
+        name=keys["name"].name(),
         devices=devices,
         engine=engine,
         python=_python(keys["python"]) if "python" in keys else None,
@@ -168,13 +179,6 @@ def _model(entry: Value, keys: dict[str, Value]) -> ModelSpec:
         if "identity" in keys
         else "full",
     )
-
-
-def _name(value: Value) -> str:
-    name = value.string()
-    if not _NAME.fullmatch(name):
-        value.fail(f"expected 1 to 100 letters, digits, dots, dashes or underscores, got {name!r}")
-    return name
 
 
 def _devices(value: Value, engine: dict[str, Any]) -> list[str]:
@@ -316,4 +320,11 @@ def _python(value: Value) -> str:
     return path
 
 
-__all__ = ["Manifest", "ManifestError", "ModelSpec", "check_checkpoint", "load_manifest"]
+__all__ = [
+    "EngineSpec",
+    "Manifest",
+    "ManifestError",
+    "ModelSpec",
+    "check_checkpoint",
+    "load_manifest",
+]

@@ -1,7 +1,7 @@
-"""Child processes: how one is started, listened to, and ended with all that it started.
+"""Child processes: start one, read its output, and end it with every process that it started.
 
-What a loader says and delivers is loading.py's. Not asyncio's subprocesses: their wait() also waits
-for the pipes, which a stray grandchild can hold open for ever.
+loading.py handles a loader's messages. Not asyncio's subprocesses: their wait() also waits for the
+pipes, which a stray grandchild can hold open for ever.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from weightcached.system.waits import readable
 
 log = logging.getLogger(__name__)
 
-# What a dead child had written is there at once; only a grandchild outside of its session keeps a
-# pipe open.
+# A dead child's last output is there at once; only a grandchild outside of its session keeps a pipe
+# open.
 _DRAIN_TIMEOUT_S = 2.0
 _READ_BYTES = 64 * 1024
 _LINE_BYTES = 4096
@@ -104,8 +104,8 @@ class Child:
     async def _reap(self) -> int:
         with self._pidfd:
             await readable(self._pidfd.fileno())
-        # Before the child is waited for: until then nobody else can get its number. What it started
-        # would keep the pipes open, and device memory too.
+        # Before wait(): until then no other process can get this pid. Processes that the child
+        # started would keep the pipes open, and device memory.
         self._kill_session()
         status = self._process.wait()
         await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)
@@ -117,7 +117,7 @@ class Child:
     def _kill_session(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        # What has a process group of its own is left, as each compiler that ninja runs.
+        # Processes with their own process group are left, such as each compiler that ninja runs.
         killed: set[int] = set()
         while found := _members(self.pid) - killed:
             for pid in found:
@@ -158,9 +158,7 @@ class Child:
 async def make_full_digest(
     identity: CheckpointIdentity, on_progress: Callable[[], None] = lambda: None
 ) -> str:
-    """The full digest of a checkpoint, by a child at the lowest priority. Raises
-    CheckpointError.
-    """
+    """The full digest of a checkpoint, by a child of lowest priority. Raises CheckpointError."""
     command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
     try:
         child = Child(command, "digest", stdin=msgspec.json.encode(identity), capture=True)
@@ -215,16 +213,17 @@ def _kill_member(pid: int, session: int) -> None:
 
 
 def environment_of(program: str, device: str | None = None) -> dict[str, str]:
-    """The environment of a child: the daemon's, as it is where the interpreter's own environment is
-    activated.
+    """The environment of a child: the daemon's, with the interpreter's directory first in PATH.
 
-    vLLM leaves out FlashInfer's kernels where it does not find ninja, which is usually installed
-    beside the interpreter, in a directory that a service manager does not search. With `device`, no
-    other is visible.
+    Without ninja, vLLM does not use FlashInfer's kernels. ninja is usually installed beside the
+    interpreter, in a directory that a service manager does not search. A directory named vllm in
+    the working directory is no vLLM: PYTHONSAFEPATH keeps the child from importing it, and what it
+    starts in turn, which its own -P would not. With `device`, the child sees no other device.
     """
     environment = {
         name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS
     }
+    environment["PYTHONSAFEPATH"] = "1"
     directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
     if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
         environment["PATH"] = f"{directory}{os.pathsep}{searched}"

@@ -17,8 +17,8 @@ from weightcached.wire.messages import EngineStatus, OldGeneration
 
 log = logging.getLogger(__name__)
 
-# Unmapping 15 GiB takes some 10 ms, and more where the engine's host is busy.
-UNMAP_TIMEOUT_S = 10.0
+# Unmapping 15 GiB takes some 10 ms. Shorter than the patience of weightcachectl, which waits for it.
+UNMAP_TIMEOUT_S = 3.0
 
 
 class Broadcast:
@@ -32,9 +32,7 @@ class Broadcast:
         self._event = asyncio.Event()
 
     def next(self) -> asyncio.Event:
-        """The next fire(), to be taken before looking at what may change and given to wait()
-        afterwards.
-        """
+        """The next fire(): take it before you look at the state, and give it to wait() afterwards."""
         return self._event
 
     async def wait(

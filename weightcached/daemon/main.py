@@ -44,6 +44,7 @@ from weightcached.errors import (
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir
+from weightcached.system.text import bytes_text
 from weightcached.wire import resident
 from weightcached.wire.messages import (
     CacheOutcome,
@@ -59,7 +60,8 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_TIMEOUT_S = 10.0
 MAX_RELOADS = 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# The manager waits this much longer than we do for a stalled loader: we can say what stalled.
+# The manager waits this much longer for a stalled loader than we do, because we can say where it
+# stalled.
 _EXTEND_MARGIN_S = 15.0
 # How often we look whether our socket is still there.
 _LOOK_PERIOD_S = 5.0
@@ -68,9 +70,7 @@ _SWITCH_INTERVAL_S = 0.001
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the command line gives. `loader_command`, and the two times, are there for tests and for
-    emergencies.
-    """
+    """The command line. `loader_command` and the two times are for tests and for emergencies."""
 
     device: str
     manifest: Path | None = None
@@ -85,11 +85,11 @@ class ServeOptions:
 
 
 def run(options: ServeOptions) -> int:
-    """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before
-    it serves.
+    """Serve one device until told to stop. Returns the exit status.
+
+    Raises WeightcachedError before it serves.
     """
-    # What comes before the event loop listens is kept for it: an early stop, too, is an orderly
-    # one.
+    # Signals before the event loop listens are kept for it: then an early stop is orderly too.
     signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     device = check_device(options.device)
     directory = options.socket_dir or runtime_dir()
@@ -103,9 +103,7 @@ def run(options: ServeOptions) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    """One descriptor per segment and two per peer; also the bound of what may be in flight to
-    engines.
-    """
+    """One descriptor per segment, two per peer. Also bounds the descriptors in flight to engines."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -117,7 +115,7 @@ def _adopt(
     stored: list[Stored],
     aside: Mapping[str, Aside],
 ) -> list[Generation]:
-    """Take back what the manager kept for us, before anything can fail for another reason."""
+    """Take back descriptors from the manager, before anything can fail for another reason."""
     expected = fdstore.Expected(device, boot_id(), fdstore.current_driver(device))
     generations = fdstore.adopt(stored, expected, store.remove_names)
     for g in [g for g in generations if g.cache in aside]:
@@ -173,9 +171,7 @@ async def _live(
 
 
 def _shorten_stalls() -> None:
-    """Python's own pauses on the event loop: a full collection took 10 ms, a thread may keep others
-    out for 5 ms.
-    """
+    """Shorten Python's pauses: a full collection took 10 ms, a thread may run for 5 ms."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -185,7 +181,7 @@ ReloadResult = list[CacheOutcome] | ReloadReply | Refused
 
 
 class Daemon:
-    """What all sessions share, and the order in which it comes and goes."""
+    """State shared by all sessions, and the order of start and stop."""
 
     def __init__(
         self,
@@ -224,7 +220,7 @@ class Daemon:
             unmap_parked=self.leases.unmap_parked,
         )
         self._endpoint = endpoint
-        # Why there is no socket any more and none could be made, or "".
+        # Why there is no socket, and none could be made; or "".
         self._unreachable = ""
         self._since = time.time()
         self._idle_timeout_s = options.idle_timeout_s
@@ -236,14 +232,12 @@ class Daemon:
         self._endpoint_turn = asyncio.Lock()
         self._reloads = 0
         self._tasks: set[asyncio.Task[object]] = set()
-        # What stands in the file beside the socket.
+        # The content of the file beside the socket.
         self._written: resident.Resident | None = None
 
     async def start(self) -> int | None:
-        """Serve, load what is missing, say so. Returns an exit status if there is nothing to live
-        for.
-        """
-        # What was adopted is served before the manifest is even read.
+        """Serve, load missing caches, notify. Returns an exit status if there is nothing to serve."""
+        # Adopted generations are served before the manifest is even read.
         self._server.start()
         self._keep(asyncio.create_task(self._write_resident()))
         status = await self._first_reconcile()
@@ -298,8 +292,9 @@ class Daemon:
             self._notifier.status(self._summary())
 
     async def stop(self) -> None:
-        """The reverse of start: nobody new, no child, no peer, no descriptor. The manager frees its
-        own copies.
+        """The reverse of start: no new peer, no child, no peer, no descriptor.
+
+        The manager frees its own copies.
         """
         await self._notifier.stopping()
         # 1. Nobody new.
@@ -311,7 +306,7 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.matcher.close()
         self._write(stopped=True)
-        # 3. Engines: they keep what they have mapped.
+        # 3. Engines: they keep their mappings.
         await self._server.close_connections()
         # 4. Our descriptors.
         for cache in self.caches:
@@ -331,18 +326,17 @@ class Daemon:
 
     def reload_on_signal(self) -> None:
         log.info("reload asked by=SIGHUP")
-        # Where it is refused, one of those that wait will read the manifest as it is now.
+        # If it is refused, a waiting reload will read the manifest as it is now.
         self.reload(force=False, only=[])
 
     def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[ReloadResult] | Refused:
-        """Begin a reload, which goes on whoever waits for it. Reloads run one after the other.
+        """Begin a reload, which goes on even if nobody waits for it. Reloads run one after the
+        other.
 
-        Refused where too many wait already: peers that ask and leave must not pile them up.
+        Refused if too many wait already: peers that ask and leave must not pile them up.
         """
         if self._reloads >= MAX_RELOADS:
-            message = (
-                f"{MAX_RELOADS} reloads wait for their turn already: try again when they are over"
-            )
+            message = f"{MAX_RELOADS} reloads are waiting already: try again later"
             return Refused(code="busy", message=message)
         self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only))
@@ -411,15 +405,15 @@ class Daemon:
         try:
             resident.write(self._endpoint.socket, now)
         except OSError as e:
-            # Said once for each state; whoever reaches us asks us.
-            log.warning("cannot write what is resident error=%s", e)
+            # Logged once for each state. Engines that reach us ask us instead.
+            log.warning("cannot write the resident file error=%s", e)
         self._written = now
 
     def _summary(self) -> str:
         """One line for `systemctl status`."""
         served = [cache.generation for cache in self.caches if cache.generation]
-        gib = sum(generation.nbytes for generation in served) / 2**30
-        parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {gib:.1f} GiB"]
+        size = bytes_text(sum(generation.nbytes for generation in served))
+        parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {size}"]
         parts += [
             f"{cache.name}: {cache.error}{self._again(cache)}"
             for cache in self.caches
@@ -470,9 +464,9 @@ class Daemon:
                 self._notifier.status(self._summary())
 
     async def _feed_watchdog(self, period_s: float) -> None:
-        """Tell the manager that we live, only while a peer would be served.
+        """Feed the watchdog, but only while peers are served.
 
-        Or while there is no place for a socket: a new daemon would not find one either, give up,
+        Also while there can be no socket: a new daemon could not make one either and would give up,
         and the weights would be lost.
         """
         while True:

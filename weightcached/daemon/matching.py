@@ -43,7 +43,7 @@ CHANGED = "the checkpoint changed since it was loaded: weightcachectl reload"
 
 
 class _Offer(NamedTuple):
-    """Something that a key may match: a generation, a load under way, or what became of one."""
+    """Something that a key may match: a generation, a load under way, or one that is over."""
 
     cache: Cache
     key: WeightCacheKey | None
@@ -125,13 +125,10 @@ class Matcher:
     async def _settle(
         self, undecided: _Undecided, asked: WeightCacheKey, *, sampled: bool
     ) -> Answer:
-        """Neither equal nor different so far: have the missing digest made, by us or by the
-        engine.
-        """
+        """Undecided so far: have the missing digest made, by us or by the engine."""
         offer, need = undecided
         if not isinstance(offer.what, Generation) or offer.key is None:
-            # What is loading is compared for good once it is served; what failed or was released
-            # never is.
+            # A load is compared completely once it is served; a failed or released cache never is.
             return _final(offer)
         generation = offer.what
         if "cached" in need.sides and need.rung != "full":
@@ -175,7 +172,7 @@ class Matcher:
         return self._digests[generation]
 
     async def _make_digest(self, generation: Generation) -> str:
-        """Fill in the generation's full digest. Returns what went wrong, or ""."""
+        """Fill in the generation's full digest. Returns the error, or ""."""
         identity = generation.key.checkpoint
         try:
             async with self._one_at_a_time:
@@ -227,19 +224,11 @@ def _final(offer: _Offer) -> Answer:
 
 def loading(cache: Cache, load: LoadProgress) -> Loading:
     """The Loading message for a load under way."""
-    return Loading(
-        cache=cache.name,
-        phase=load.phase,
-        done_bytes=load.done_bytes,
-        total_bytes=load.total_bytes,
-        eta_s=load.eta_s(),
-    )
+    return load.message(Loading, cache.name)
 
 
 def _without_match(unknown: list[_Offer], nearest: list[Mismatch]) -> Answer:
-    """No known key matches: a load whose key is not known yet still may, else the nearest one is
-    named.
-    """
+    """No known key matches. A load with an unknown key still may; else name the nearest cache."""
     for offer in unknown:
         if isinstance(offer.what, LoadProgress):
             return loading(offer.cache, offer.what)

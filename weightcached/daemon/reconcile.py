@@ -1,9 +1,9 @@
-"""Make what is served what the manifest says: at start, at `weightcachectl reload`, and on SIGHUP.
+"""Serve the caches that the manifest names: at start, at `weightcachectl reload`, and on SIGHUP.
 
 plan() decides, as a function of data; Reconciler carries it out. Loads use the device one at a
-time: two would need twice the memory beside what is served. Children of the next ones are started
-ahead, since importing vLLM takes longer than loading many a model; they wait for their turn.
-Whatever fails, what is served stays served.
+time: two would need twice the memory beside what is served. Children of the next loads start ahead,
+because importing vLLM takes longer than loading many models; they wait for their turn. If a load
+fails, the served generation stays.
 """
 
 from __future__ import annotations
@@ -69,16 +69,14 @@ class QueuedRun:
         self._taken = False
 
     async def delivery(self) -> Delivery:
-        """Let it use the device and wait for what it makes; the caller owns that. Raises what
-        LoaderRun.run() does.
-        """
+        """Let it use the device; its delivery, owned by the caller. Raises as LoaderRun.run()."""
         self._turn.set()
         delivery = await self._run
         self._taken = True
         return delivery
 
     async def discard(self) -> None:
-        """End it, and free what nobody took."""
+        """End it, and free a delivery that nobody took."""
         if self._taken:
             return
         self._run.cancel()
@@ -97,7 +95,7 @@ class UnknownCacheError(Exception):
 
 
 def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:
-    """Where the role's loaders meet; None where each loads alone."""
+    """The meeting place of the role's loaders; None if each loads alone."""
     place = spec.rendezvous
     if place is None:
         return None
@@ -115,8 +113,8 @@ def plan(
     only: Collection[str],
     starting: bool = False,
 ) -> Plan:
-    """What to load, keep and drop. `stale` are caches that a load would make anew; empty `only`
-    means all. A daemon that is `starting` leaves what was set aside before as it is.
+    """The caches to load, keep and drop. stale: caches that a load would make anew; empty `only`:
+    all. A daemon that is `starting` leaves what was set aside before as it is.
     """
     aside = caches.aside() if starting else {}
     chosen = [want for want in wanted if (not only or want.name in only) and want.name not in aside]
@@ -142,9 +140,7 @@ def is_current(want: Wanted, caches: Caches, stale: Collection[str]) -> bool:
 
 
 class Reconciler:
-    """Runs reconciliations one after the other. `loads` counts loader runs since the daemon
-    started.
-    """
+    """Runs reconciliations one after the other."""
 
     def __init__(
         self,
@@ -173,21 +169,22 @@ class Reconciler:
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
         self._lock = asyncio.Lock()
-        # What failed and may succeed if tried again without a change.
+        # Failed caches that may load if tried again without a change.
         self.retries = Retries()
         self._wanted: dict[str, Wanted] = {}
         self._noted = caches.aside()
         self._note_turn = asyncio.Lock()
         self.manifest = str(manifest or "")
         self.manifest_error = ""
-        # Set once what the manifest wants is among the caches, or the manifest was refused.
+        # Set once the caches that the manifest names are known, or the manifest was refused.
         self.settled = asyncio.Event()
 
     async def run(
         self, *, force: bool = False, only: Collection[str] = (), starting: bool = False
     ) -> list[CacheOutcome]:
-        """Read the manifest and reconcile. Raises ManifestError, UnknownCacheError; nothing has
-        changed then.
+        """Read the manifest and reconcile.
+
+        Raises ManifestError, UnknownCacheError; nothing has changed then.
         """
         async with self._lock:
             try:
@@ -271,7 +268,7 @@ class Reconciler:
     def _keep_unchanged(self, want: Wanted) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity = want.spec.identity
-        # The failure of an earlier reload says nothing about what is served now.
+        # The failure of an earlier reload does not concern the served generation.
         cache.error = ""
         return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_served_number(cache))
 
@@ -371,8 +368,9 @@ class Reconciler:
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
-        """Stored first, then served: a daemon that dies in between finds the new generation and
-        keeps the higher.
+        """Store it, then serve it.
+
+        If the daemon dies in between, its successor finds both generations and keeps the newer one.
         """
         generation = Generation(
             delivery.index, delivery.index_digest, delivery.index_fd, delivery.segment_fds, "loaded"
@@ -472,7 +470,7 @@ class Reconciler:
     async def _retire(self, generation: Generation) -> None:
         generation.retire()
         self._matcher.forget(generation)
-        # Whoever asked for it may leave meanwhile; the store would then keep the memory for good.
+        # The client may leave meanwhile; then the store would keep the memory for good.
         await asyncio.shield(asyncio.create_task(self._take_out(generation)))
         # Engines that sleep need it no more than we do; those that are awake keep it mapped.
         if self._unmap_parked is not None:

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 # A peer that does not take its answer for this long is not going to.
 SEND_TIMEOUT_S = 10.0
-# Tools ask and leave. An engine may sit still for weeks: that is what a lease is.
+# Tools ask and leave. An engine may be silent for weeks, and keeps its lease.
 IDLE_TIMEOUT_S = 60.0
 # Loading and Progress are repeated at least this often.
 REPEAT_S = 1.0
@@ -75,7 +75,7 @@ _FILES_PER_UNIT = 256
 
 
 class Service(Protocol):
-    """What sessions share; main.py's Daemon."""
+    """The parts of main.py's Daemon that sessions use."""
 
     device: str
     pid: int
@@ -118,8 +118,9 @@ class Session:
         return bool(self._leases)
 
     async def run(self) -> None:
-        """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError
-        saying how it ended.
+        """Serve until the peer leaves.
+
+        Raises EOFError, OSError, TimeoutError or ProtocolError, by the kind of its end.
         """
         try:
             if await self._hello():
@@ -164,8 +165,8 @@ class Session:
     async def _dialogue(self) -> None:
         request = decode_request((await self._next_packet()).data)
         while True:
-            # Listening goes on while the answer is made, so that a peer that leaves is noticed at
-            # once. What it says meanwhile waits for its turn.
+            # Listen while the answer is made, in order to notice at once that a peer leaves. A
+            # request that comes meanwhile waits.
             listener = asyncio.create_task(self._recv())
             answer = asyncio.create_task(self._answer(request))
             try:
@@ -245,9 +246,7 @@ class Session:
             )
 
     async def _match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
-        """The matcher's answer. At a daemon's start, what was not adopted is unknown until the
-        manifest was read.
-        """
+        """The matcher's answer. A daemon that starts waits for the manifest if no key matches."""
         answer = await self._service.matcher.match(key, sampled=sampled)
         settled = self._service.reconciler.settled
         if isinstance(answer, Generation) or settled.is_set():
@@ -281,9 +280,7 @@ class Session:
         await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
 
     async def _release(self) -> None:
-        """Give the leases up, and free each generation when its last holder has left or released it
-        too.
-        """
+        """End the leases; free each generation once its last holder has left or released it too."""
         service = self._service
         if not self._leases:
             await self._send(
@@ -311,7 +308,7 @@ class Session:
             have = f"generation {generation.number}" if generation else "no generation"
             message = (
                 f"{printable(request.cache, 300)}: generation {request.generation} is not served any more, the daemon "
-                f"has {have} of it; what the engine has mapped stays valid"
+                f"has {have} of it; the weights that the engine has mapped stay valid"
             )
             await self._send(Refused(code="generation-gone", message=message))
             return
@@ -324,7 +321,7 @@ class Session:
         await self._send(Done())
 
     def _ask_to_unmap(self) -> None:
-        """Send Unmap, whatever this session does now; an engine that sleeps has nothing asked."""
+        """Send Unmap at any time: an engine that sleeps waits for no answer."""
         task = asyncio.create_task(self._send(Unmap()))
         self._asking.add(task)
         task.add_done_callback(self._asked)
@@ -350,7 +347,7 @@ class Session:
         while not task.done():
             for cache in self._service.caches:
                 if cache.load is not None:
-                    await self._send(_progress(cache))
+                    await self._send(cache.load.message(Progress, cache.name))
             await asyncio.wait({task}, timeout=PROGRESS_S)
         result = task.result()
         await self._send(ReloadReply(outcomes=result) if isinstance(result, list) else result)
@@ -378,8 +375,8 @@ class Session:
             pids = ", ".join(str(lease.pid) for lease in awake)
             refusal = Refused(
                 code="in-use",
-                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; what an "
-                "engine has mapped stays valid",
+                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; weights "
+                "that an engine has mapped stay valid",
             )
         else:
             log.info("dropped on request cache=%s pid=%d", cache.name, self._peer.pid)
@@ -419,19 +416,6 @@ def _ready(generation: Generation, *, descriptors: int = 0) -> Ready:
         segment_nbytes=generation.segment_nbytes,
         index_digest=generation.index_digest,
         descriptors=descriptors,
-    )
-
-
-def _progress(cache: Cache) -> Progress:
-    load = cache.load
-    if load is None:
-        raise AssertionError(f"cache {cache.name} is not being loaded")
-    return Progress(
-        cache=cache.name,
-        phase=load.phase,
-        done_bytes=load.done_bytes,
-        total_bytes=load.total_bytes,
-        eta_s=load.eta_s(),
     )
 
 

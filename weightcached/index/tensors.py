@@ -24,6 +24,7 @@ from weightcached.errors import IndexFormatError
 from weightcached.index.key import WeightCacheKey
 from weightcached.segments.backend_name import BackendName
 from weightcached.segments.packing import ALIGN_BYTES
+from weightcached.system.fds import OwnedFd, read_sealed
 
 FORMAT_VERSION = 2
 MAX_INDEX_BYTES = 512 * 1024 * 1024
@@ -197,6 +198,18 @@ def decode(data: bytes) -> TensorIndex:
         raise IndexFormatError(f"tensor index does not decode: {e}") from e
     _check(index)
     return index
+
+
+def read_index(fd: OwnedFd) -> tuple[TensorIndex, str]:
+    """The index in a sealed memfd, and its digest. The descriptor stays the caller's.
+
+    Raises IndexFormatError, also for a descriptor that is no such memfd.
+    """
+    try:
+        data = read_sealed(fd.fileno(), max_nbytes=MAX_INDEX_BYTES)
+    except (ValueError, OSError) as e:
+        raise IndexFormatError(f"tensor index: {e}") from e
+    return decode(data), digest_of(data)
 
 
 def _header(data: bytes) -> tuple[int, bytes]:

@@ -31,9 +31,11 @@ from weightcached.errors import (
 from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
 from weightcached.segments.api import Backend, open_backend
+from weightcached.system.cgroups import memory_room
 from weightcached.system.fds import close_all
 from weightcached.system.gpus import check_present, holders
 from weightcached.system.paths import is_host_device
+from weightcached.system.text import bytes_text
 from weightcached.system.versions import installed
 from weightcached.wire.delivery import DaemonChannel, run_job
 from weightcached.wire.loader_job import LoaderJob
@@ -283,19 +285,26 @@ def _check_memory(
     free, total = backend.free_bytes()
     if needed <= free:
         return
+    raise OutOfDeviceMemoryError(
+        f"{job.cache} needs at least {bytes_text(needed)} on {job.device}, {bytes_text(free)} of "
+        f"{bytes_text(total)} are free; "
+        f"{_why_no_room(backend, job.device, total)}"
+    )
+
+
+def _why_no_room(backend: Backend, device: str, total: int) -> str:
+    """What limits the memory or holds it, and what to do."""
+    if backend.name == "host" and (room := memory_room()) and room.limit == total:
+        return f"the limit is {room.file}: raise MemoryMax= of the unit or of what it runs in, or use another device"
     held = (
-        [f"pid {h.pid} ({h.name}) {_gib(h.nbytes)}" for h in holders(job.device)]
+        [f"pid {h.pid} ({h.name}) {bytes_text(h.nbytes)}" for h in holders(device)]
         if backend.name == "cuda"
         else []
     )
-    raise OutOfDeviceMemoryError(
-        f"{job.cache} needs at least {_gib(needed)} on {job.device}, {_gib(free)} of {_gib(total)} are free; held by "
-        f"{', '.join(held) or 'no listed process'}: stop one, 'weightcachectl drop' a cache, or use another device"
+    return (
+        f"held by {', '.join(held) or 'no listed process'}: stop one, 'weightcachectl drop' a cache, "
+        "or use another device"
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
 
 
 def _peak_bytes() -> int:

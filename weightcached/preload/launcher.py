@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from weightcached.config.manifest import OWN_LOAD_FORMATS
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.ranks import layout_of, needs
 from weightcached.errors import (
     EXIT_CONFIG,
@@ -373,7 +373,9 @@ class Command:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
+    """PYTHONSAFEPATH: a directory named vllm where this command was typed is no vLLM."""
+    kept = {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
+    return {**kept, "PYTHONSAFEPATH": "1"}
 
 
 def _exit_status(status: int) -> int:

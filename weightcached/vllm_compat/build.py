@@ -68,8 +68,9 @@ def place_on_node(parallel_config: Any, local_rank: int) -> int:
 
 
 def device_memory() -> tuple[int, int] | None:
-    """(free, total) bytes of this worker's GPU, as vLLM measures them for its own check; None where vLLM has no
-    budget of device memory.
+    """(free, total) bytes of this worker's GPU, as in vLLM's own check.
+
+    None if vLLM has no budget of device memory.
     """
     from vllm.platforms import current_platform
 

@@ -171,14 +171,20 @@ class Descriptors(Message, frozen=True):
     first: Count
 
 
-class Loading(Message, frozen=True):
-    """A matching cache is being loaded. `eta_s` is None until it can be estimated."""
+class LoadMessage(Message, frozen=True):
+    """Base of what tells how far a cache's load is. Bytes count within the phase; `eta_s` is None
+    until it can be estimated.
+    """
 
     cache: Name
     phase: Text
     done_bytes: Count = 0
     total_bytes: Count = 0
     eta_s: float | None = None
+
+
+class Loading(LoadMessage, frozen=True):
+    """A matching cache is being loaded."""
 
 
 class FieldMismatch(msgspec.Struct, frozen=True, array_like=True):
@@ -241,14 +247,8 @@ class Unmap(Message, frozen=True):
     """
 
 
-class Progress(Message, frozen=True):
+class Progress(LoadMessage, frozen=True):
     """One cache's progress during Reload."""
-
-    cache: Name
-    phase: Text
-    done_bytes: Count = 0
-    total_bytes: Count = 0
-    eta_s: float | None = None
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -370,7 +370,6 @@ class LoaderIndex(Message, frozen=True):
     """The index, in one descriptor; `segments` descriptors follow in Descriptors packets."""
 
     segments: Count
-    peak_bytes: Count = 0
 
 
 class LoaderFailed(Message, frozen=True):
