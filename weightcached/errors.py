@@ -152,3 +152,13 @@ class SharedWeightsError(WeightcachedError):
 
     code = "shared-weights"
     exit_status = EXIT_CONFIG
+
+
+class EngineError(WeightcachedError):
+    """An engine could not do what it was told, or does not answer. The text is for people."""
+
+    code = "engine"
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out

@@ -24,6 +24,8 @@ from weightcached.wire.messages import StatusReply
 ROOT = Path(__file__).resolve().parents[2]
 LOADER = f"{shlex.quote(sys.executable)} -m tests.fakes.loader_child"
 BOUND_S = 30.0
+# The tree first; what else is there may hold the packages that this interpreter has.
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -31,7 +33,7 @@ def environment(**extra: str) -> dict[str, str]:
     env = {
         k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))
     }
-    return {**env, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **extra}
+    return {**env, "PYTHONPATH": PYTHONPATH, "PYTHONDONTWRITEBYTECODE": "1", **extra}
 
 
 def write_manifest(path: Path, models: list[dict[str, Any]]) -> None:

@@ -196,9 +196,7 @@ def test_engine_that_comes_before_the_manifest_was_read_waits_for_it(
 def test_unknown_key_may_match_until_the_loader_says_it(
     make_daemon: Launcher, checkpoint: Path, gate: Path
 ) -> None:
-    """Before the loader knows its key any engine of that role waits; afterwards a stranger is
-    told.
-    """
+    """Before the loader knows its key, any engine of the role waits; afterwards others are refused."""
     daemon = make_daemon([model("tiny", checkpoint, x_gate_before_key=str(gate))]).launch()
     daemon.notified("configuring")
     with daemon.client() as engine:

@@ -1,6 +1,4 @@
-"""The machine misbehaves: disk, memory, limits, clock, directories. What is served stays served,
-and it is said why.
-"""
+"""The machine misbehaves: disk, memory, limits, clock, directories. Served caches stay served."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def fill(directory: Path) -> None:
 
 
 def full_key_of(copy: Path) -> WeightCacheKey:
-    """The key of an engine that has digested its own copy: the daemon must digest its files,
-    too.
-    """
+    """The key of an engine that has digested its own copy: the daemon must digest its files too."""
     return with_checkpoint(key_of({"model": str(copy)}), full=with_full(identity_of(copy)).full)
 
 
@@ -122,9 +118,7 @@ def test_runtime_directory_without_room_for_a_file_is_named(
 
 
 def watched(make_daemon: Launcher, checkpoint: Path, **options: Any) -> DaemonProcess:
-    """A daemon that looks after itself ten times a second; without a watchdog it does so every five
-    seconds.
-    """
+    """A daemon that looks after itself ten times a second; without a watchdog, every five seconds."""
     daemon = make_daemon([model("tiny", checkpoint)], **options)
     daemon.env = {"WATCHDOG_USEC": "200000"}
     return daemon
@@ -142,7 +136,7 @@ def test_runtime_directory_that_is_removed_is_made_again(
             lambda: "our socket was removed, it is made again" in daemon.log,
             "the daemon has noticed",
         )
-        # Who is connected stays so, and newcomers find it.
+        # Connections stay, and newcomers find it.
         assert engine.status().caches[0].engines[0].pid == os.getpid()
         assert (
             os.pread(handout.segment_fds[0].fileno(), 4096, 0)
@@ -172,9 +166,7 @@ def test_socket_that_is_removed_is_made_again_without_a_watchdog(
 def test_runtime_directory_without_a_parent_is_said_and_made_when_it_can_be(
     make_daemon: Launcher, checkpoint: Path, short_tmp: Path
 ) -> None:
-    """As /run/user/<uid> after the last logout of a user without lingering. The weights must not go
-    with it.
-    """
+    """As /run/user/<uid> after a user's last logout without lingering. The weights must stay."""
     session = short_tmp / "session"
     session.mkdir(mode=0o700)
     daemon = watched(make_daemon, checkpoint)

@@ -1,6 +1,4 @@
-"""Children of the models that come next import ahead, and keep away from the device until it is
-their turn.
-"""
+"""Children of the next models import ahead, and do not use the device before their turn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`weightcached preload` with real daemons: start, deaths, adoption, stop. vLLM's parser and loader
-are stand-ins.
-"""
+"""`weightcached preload` with real daemons, and stand-ins for vLLM's parser and loader."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ class Preload:
         until(at_gate, "loading")
 
     def status(self, device: str) -> StatusReply | None:
-        """What the daemon says, None if there is none."""
+        """The daemon's status, None if there is no daemon."""
         with contextlib.suppress(WeightcachedError):
             path = self.runtime / f"{device}.sock"
             with Connection.connect(path, timeout_s=BOUND_S, purpose="ctl") as connection:
@@ -294,7 +292,9 @@ def test_signal_stops_all_and_leaves_nothing(
     children = preload.children()
     assert preload.stop(number) == 0
     gone(children)
-    assert sorted(path.name for path in preload.runtime.iterdir()) == ["cpu0.lock", "cpu1.lock"]
+    # The files that say what is resident say now that nothing will come back.
+    left = sorted(path.name for path in preload.runtime.iterdir())
+    assert left == ["cpu0.lock", "cpu0.resident", "cpu1.lock", "cpu1.resident"]
 
 
 def test_signal_in_start_up_stops_all(launch: Launcher, checkpoint: Path, gate: Path) -> None:

@@ -1,6 +1,4 @@
-"""weightcached.checkpoint.files: the files that the engine would read, and bad ones refused at
-once.
-"""
+"""weightcached.checkpoint.files: the files that an engine reads; bad ones are refused at once."""
 
 from __future__ import annotations
 
@@ -371,9 +369,7 @@ def test_a_record_is_older_than_the_clock_tick_of_its_files(tmp_path: Path) -> N
 
 
 class ClockOfABusyWriter:
-    """A clock by which the file is written to again whenever somebody waits, one millisecond before
-    each look.
-    """
+    """A clock that writes to the file again whenever somebody waits, 1 ms before each look."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,6 +1,4 @@
-"""Answers that depend on when the daemon's own digest is made; the others are seen in
-tests/process/test_attach.py.
-"""
+"""Answers that depend on the time of the daemon's digest; others: tests/process/test_attach.py."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ DIGEST = "ab" * 32
 
 
 class Scene:
-    """A served cache, and the key of an engine with a copy of its checkpoint that knows its own
-    full digest.
-    """
+    """A served cache, and the key of an engine with a copy of its checkpoint and a full digest."""
 
     def __init__(self, tmp_path: Path) -> None:
         checkpoint = write_checkpoint(tmp_path / "checkpoint", nbytes=4096)

@@ -1,6 +1,4 @@
-"""Digests: none of a file that changes, all cores for one file, a cache that can only be a
-cache.
-"""
+"""Digests: none of a file that changes, all cores for one file, a cache that costs only time."""
 
 from __future__ import annotations
 
@@ -168,8 +166,8 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_within_two_seconds(
     limits.hold("the change is seen", time.monotonic() - changed_at[0], 2)
     assert str(raised.value) == (
         f"weight file {model}/m.bin changed since it was recorded: mtime_ns was {record.files[0].mtime_ns}, "
-        f"is {(model / 'm.bin').stat().st_mtime_ns}; wait until nothing writes to the checkpoint, then: "
-        "weightcachectl reload"
+        f"is {(model / 'm.bin').stat().st_mtime_ns}; "
+        "wait until nothing writes to the checkpoint, then: weightcachectl reload"
     )
     assert entries(cache_home) == []
 
@@ -209,7 +207,7 @@ def test_a_failing_progress_callback_ends_the_work(model: Path) -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         identity.full_digest(record, progress=refuse)
-    # All of it would take many times as long: what nobody waits for is not read.
+    # Reading all of it would take many times as long.
     limits.hold("the work ends", time.monotonic() - start, 2)
     assert [t.name for t in threading.enumerate() if t.name.startswith("weight-digest")] == []
 
@@ -232,7 +230,7 @@ def test_one_core_digests_at_least_one_and_a_half_gb_a_second(
     times_s = []
     for i in range(3):
         monkeypatch.setenv("XDG_CACHE_HOME", str(model / f"cache{i}"))
-        start = time.process_time()  # of all threads: what others do on this machine does not count
+        start = time.process_time()  # of all threads: other work on this machine does not count
         identity.full_digest(record, workers=1)
         times_s.append(time.process_time() - start)
     limits.hold("a GB on one core", min(times_s) * 1e9 / (4 * CHUNK_BYTES), 1 / 1.5)

@@ -1,6 +1,4 @@
-"""Adoption from systemd's descriptor store: every set that must not be served is dropped, with its
-reason.
-"""
+"""Adoption from systemd's descriptor store: each unusable set is dropped, with its reason."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def dropped(
     stored: list[Stored], caplog: pytest.LogCaptureFixture, expected: Expected = EXPECTED
 ) -> str:
-    """Adopt what must not be adopted. Returns the reason; all is closed and taken out of the
-    store.
-    """
+    """Try to adopt an unusable set. Returns the reason; all is closed and out of the store."""
     removed: list[str] = []
     with caplog.at_level(logging.WARNING):
         assert adopt(stored, expected, removed.extend) == []

@@ -74,7 +74,7 @@ def flip(path: Path, offset: int) -> None:
 def climb(
     cached: CheckpointIdentity, asked: CheckpointIdentity, mode: str = "full"
 ) -> tuple[identity.Decision, list[Need]]:
-    """Do what daemon and engine do together: complete what is needed until the answer is final."""
+    """Act as daemon and engine: add the needed digests until the answer is final."""
     sides = {"cached": cached, "asked": asked}
     needs: list[Need] = []
     while True:
@@ -196,7 +196,7 @@ def test_two_hundred_shards_are_recorded_and_compared_within_20_ms(tmp_path: Pat
     limits.hold("200 shards recorded and compared", min(times_s), 0.020)
 
 
-# ---- copies, and what is not a copy
+# ---- copies, and others
 
 
 def test_a_copy_elsewhere_is_equal_after_one_digest_that_is_then_cached(
@@ -367,9 +367,7 @@ def test_a_missing_file_counts_as_changed(checkpoint: Path) -> None:
 
 
 def hub_snapshot(cache: Path, commit: str, blobs: dict[str, str]) -> Path:
-    """A snapshot whose file names link to blobs of the given sha256 names; the blobs hold their own
-    name.
-    """
+    """A snapshot whose files link to blobs of the given sha256 names; a blob holds its name."""
     repo = cache / "models--org--name"
     snapshot = repo / "snapshots" / commit
     for directory in (repo / "refs", repo / "blobs", snapshot):

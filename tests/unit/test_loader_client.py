@@ -1,6 +1,4 @@
-"""The engine's side of the protocol, against a scripted daemon on a real socket: every answer,
-fault and return.
-"""
+"""The engine's side of the protocol, with a scripted daemon: every answer, fault and return."""
 
 from __future__ import annotations
 
@@ -89,7 +87,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    # At the logger itself: vLLM, where it is imported, keeps its loggers from propagating.
+    # At the logger itself: once vLLM is imported, its loggers do not propagate.
     handler, level = Lines(), client.log.level
     client.log.addHandler(handler)
     client.log.setLevel(logging.INFO)
@@ -150,7 +148,7 @@ def handing_out(
     announced: Ready | None = None,
     after: Iterable[Answer] = (),
 ) -> Iterator[Answer]:
-    """Ready, the descriptors in one packet, and what else is to be sent."""
+    """Ready, the descriptors in one packet, and further messages."""
     yield announced or ready()
     fds = [
         sealed_memfd("index", index),

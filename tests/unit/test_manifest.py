@@ -1,6 +1,4 @@
-"""The manifest: what is accepted, and that each fault is one error with file, line, key and the way
-out.
-"""
+"""The manifest: accepted values, and one error per fault, with file, line, key and remedy."""
 
 from __future__ import annotations
 

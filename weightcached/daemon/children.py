@@ -22,9 +22,9 @@ from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon.logs import printable
 from weightcached.errors import CheckpointError
 from weightcached.system.fds import OwnedFd, sealed_memfd
-from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import is_host_device
-from weightcached.system.waits import readable
+from weightcached.system.process import environment_for
+from weightcached.system.waits import end_tasks, readable
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,7 @@ class Child:
         self._kill_session()
         status = self._process.wait()
         await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await end_tasks(*self._pumps)
         return status
 
     def _kill_session(self) -> None:
@@ -213,20 +211,11 @@ def _kill_member(pid: int, session: int) -> None:
 
 
 def environment_of(program: str, device: str | None = None) -> dict[str, str]:
-    """The environment of a child: the daemon's, with the interpreter's directory first in PATH.
+    """The environment of a child. With `device`, the child sees no other device.
 
-    Without ninja, vLLM does not use FlashInfer's kernels. ninja is usually installed beside the
-    interpreter, in a directory that a service manager does not search. A directory named vllm in
-    the working directory is no vLLM: PYTHONSAFEPATH keeps the child from importing it, and what it
-    starts in turn, which its own -P would not. With `device`, the child sees no other device.
+    A directory named vllm in the working directory is no vLLM: PYTHONSAFEPATH keeps the child from
+    importing it, and what it starts in turn, which its own -P would not.
     """
-    environment = {
-        name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS
-    }
-    environment["PYTHONSAFEPATH"] = "1"
-    directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
-    if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
-        environment["PATH"] = f"{directory}{os.pathsep}{searched}"
-    if device is not None and not is_host_device(device):
-        environment["CUDA_VISIBLE_DEVICES"] = device
-    return environment
+    visible = device is not None and not is_host_device(device)
+    own = {"CUDA_VISIBLE_DEVICES": device} if visible and device else {}
+    return environment_for(program, {"PYTHONSAFEPATH": "1"} | own)

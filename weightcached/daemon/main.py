@@ -45,6 +45,7 @@ from weightcached.errors import (
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir
 from weightcached.system.text import bytes_text
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire import resident
 from weightcached.wire.messages import (
     CacheOutcome,
@@ -155,18 +156,15 @@ async def _live(
     loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
     # Before any child: it would inherit the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOP_SIGNALS, signal.SIGHUP])
-    stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(daemon.start())
     try:
-        await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(starting, stop.wait())
         if starting.done() and (status := starting.result()) is not None:
             return status
-        await stopping
+        await stop.wait()
         return 0
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        stopping.cancel()
+        await end_tasks(starting)
         await daemon.stop()
 
 
@@ -301,9 +299,7 @@ class Daemon:
         await self._server.stop_accepting()
         self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await self.matcher.close()
         self._write(stopped=True)
         # 3. Engines: they keep their mappings.
@@ -386,12 +382,7 @@ class Daemon:
         while True:
             changed = [self.caches.changed.next(), self.leases.changed.next()]
             self._write()
-            waits = [asyncio.create_task(event.wait()) for event in changed]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await first_of(*(event.wait() for event in changed))
 
     def _write(self, *, stopped: bool = False) -> None:
         now = resident.Resident(

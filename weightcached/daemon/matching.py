@@ -24,6 +24,7 @@ from weightcached.checkpoint.identity import (
 from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.errors import CheckpointError, WeightcachedError
 from weightcached.index.key import WeightCacheKey
+from weightcached.system.waits import end_tasks
 from weightcached.wire.messages import (
     Absent,
     Failed,
@@ -111,9 +112,7 @@ class Matcher:
     async def close(self) -> None:
         tasks = list(self._digests.values())
         self._digests.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
     def _offers(self, key: WeightCacheKey) -> list[_Offer]:
         caches = [cache for cache in self._caches if cache.role == key.role]
