@@ -31,7 +31,7 @@ from tests.engine.conftest import (
 from tests.fakes.drafts import Maker, Shape, write_eagle, write_llama
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
-from weightcached.wire.fetch import read_index
+from weightcached.wire.fetch import fetch_index
 from weightcached.wire.messages import Counters, Status, StatusReply
 
 RANKS = 2
@@ -123,7 +123,7 @@ class Node:
     def digests(self) -> dict[str, str]:
         """By tensor."""
         directory = self.socket.parent
-        index = read_index(
+        index = fetch_index(
             self.socket.stem, "m/target", for_what="compared", socket_dir=directory, timeout_s=10.0
         )
         return {

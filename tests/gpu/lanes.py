@@ -31,7 +31,7 @@ from tests.gpu.models import MODELS
 from weightcached.errors import WeightcachedError
 from weightcached.system.paths import socket_path
 from weightcached.wire.connection import Connection
-from weightcached.wire.fetch import read_index
+from weightcached.wire.fetch import fetch_index
 from weightcached.wire.messages import Status, StatusReply
 
 PROMPTS, TOKENS, BURST_TOKENS = 8, 32, 200 * 8
@@ -263,7 +263,7 @@ class Lane:
         return Connection.connect(path, timeout_s=5.0, purpose="ctl")
 
     def _read_index(self, result: Result) -> None:
-        index = read_index(
+        index = fetch_index(
             self._device, f"{result.model}/target", for_what="looked at", timeout_s=10.0,
             socket_dir=self._runtime / "weightcached",
         )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,7 @@ from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, read
 from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
-from weightcached.errors import DeviceError, ManifestError
+from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError
 from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
@@ -231,9 +232,7 @@ def _check_engine(engine: dict[str, Any], at: Value) -> None:
         _check_argument_name(key, at[key])
     if "model" not in engine:
         at.fail("the key model is missing: expected a Hub id or the absolute path of a checkpoint")
-    _check_model(
-        at["model"].convert(Text), at["model"], config_elsewhere="hf_config_path" in engine
-    )
+    _check_model(at["model"].convert(Text), at["model"])
     for key in LAYOUT_KEYS:
         if key in engine:
             at[key].convert(Size)
@@ -267,30 +266,55 @@ def _check_draft(speculative: Any, at: Value) -> None:
         )
     draft = speculative.get("model")
     if isinstance(draft, str):
-        _check_model(draft, at["model"], config_elsewhere=False)
+        _check_model(draft, at["model"])
 
 
-def _check_model(model: str, at: Value, *, config_elsewhere: bool) -> None:
+def _check_model(model: str, at: Value) -> None:
     if model.startswith(("~", ".")):
         at.fail(
             f"expected a Hub id or an absolute path, got {model!r}: the daemon runs in another directory"
         )
+
+
+def check_checkpoint(engine: Mapping[str, Any]) -> None:
+    """Require that the directories that a model names are there.
+
+    Not a part of load_manifest(): a mount that is late is this model's fault alone. Raises
+    CheckpointMissingError.
+    """
+    _check_directory(engine["model"], config_elsewhere="hf_config_path" in engine)
+    speculative = engine.get("speculative_config")
+    if isinstance(speculative, dict) and isinstance(speculative.get("model"), str):
+        _check_directory(speculative["model"], config_elsewhere=False)
+
+
+def _check_directory(model: str, *, config_elsewhere: bool) -> None:
     if not model.startswith("/"):
         return
     if not Path(model).is_dir():
-        at.fail(f"{model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}")
+        raise CheckpointMissingError(
+            f"model {model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}: "
+            "mount or download it, or name another"
+        )
     # params.json is how Mistral's own format spells it; vLLM reads both.
     if not config_elsewhere and not any(
         Path(model, name).is_file() for name in ("config.json", "params.json")
     ):
-        at.fail(f"{model} has no config.json: expected the directory of a checkpoint")
+        raise CheckpointMissingError(
+            f"model {model} has no config.json: expected the directory of a checkpoint"
+        )
 
 
 def _check_python(path: str, at: Value) -> None:
     if not path.startswith("/"):
         at.fail(f"expected the absolute path of an interpreter, got {path!r}")
-    if not Path(path).is_file() or not os.access(path, os.X_OK):
-        at.fail(f"{path} is not an executable file: expected the interpreter that runs the engine")
 
 
-__all__ = ["EngineSpec", "Manifest", "ManifestError", "ModelSpec", "load_manifest"]
+__all__ = [
+    "EngineSpec",
+    "Manifest",
+    "ManifestError",
+    "ModelSpec",
+    "check_checkpoint",
+    "load_manifest",
+]
