@@ -32,8 +32,9 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.checkpoints import llama_config, write_checkpoint
-from weightcached.engine.control import EngineError, ask_once
+from weightcached.errors import EngineError
 from weightcached.system.gpus import list_gpus
+from weightcached.wire.services import ask_service
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -300,7 +301,7 @@ class Bench:
         self.services[name] = Process(command, self.work / f"service-{name}.log")
 
     def ask(self, command: str, name: str = "a", *, timeout_s: float = 10.0) -> dict[str, Any]:
-        return ask_once(
+        return ask_service(
             self.sockets / "engines" / name / "service.sock", command, timeout_s=timeout_s
         )
 

@@ -24,6 +24,8 @@ from weightcached.wire.messages import StatusReply
 ROOT = Path(__file__).resolve().parents[2]
 LOADER = f"{shlex.quote(sys.executable)} -m tests.fakes.loader_child"
 BOUND_S = 30.0
+# The tree first; what else is there may hold the packages that this interpreter has.
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -31,7 +33,7 @@ def environment(**extra: str) -> dict[str, str]:
     env = {
         k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))
     }
-    return {**env, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **extra}
+    return {**env, "PYTHONPATH": PYTHONPATH, "PYTHONDONTWRITEBYTECODE": "1", **extra}
 
 
 def write_manifest(path: Path, models: list[dict[str, Any]]) -> None:
@@ -271,3 +273,18 @@ class DaemonProcess:
             self.process.wait()
         if self.manager is not None:
             self.manager.close()
+
+
+def loaders_of(pid: int) -> list[int]:
+    """The daemon's children, but for the one that makes digests."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if not makes_digests(int(child))]
+
+
+def makes_digests(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True  # it has ended
+    # Empty: it is ending.
+    return not command or b"weightcached.checkpoint.identity" in command

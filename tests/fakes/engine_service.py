@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.engine.child import Activity, Job
-from weightcached.engine.control import EngineError
+from weightcached.errors import EngineError
 
 _KEEP_ALIVE_S = 1.0
 

@@ -1,6 +1,4 @@
-"""Digests: none of a file that changes, all cores for one file, a cache that can only be a
-cache.
-"""
+"""Digests: none of a file that changes, all cores for one file, a cache that costs only time."""
 
 from __future__ import annotations
 
@@ -210,7 +208,7 @@ def test_a_failing_progress_callback_ends_the_work(model: Path) -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         identity.full_digest(record, progress=refuse)
-    # All of it would take many times as long: what nobody waits for is not read.
+    # Reading all of it would take many times as long.
     limits.hold("the work ends", time.monotonic() - start, 2)
     assert [t.name for t in threading.enumerate() if t.name.startswith("weight-digest")] == []
 
@@ -233,7 +231,7 @@ def test_one_core_digests_at_least_one_and_a_half_gb_a_second(
     times_s = []
     for i in range(3):
         monkeypatch.setenv("XDG_CACHE_HOME", str(model / f"cache{i}"))
-        start = time.process_time()  # of all threads: what others do on this machine does not count
+        start = time.process_time()  # of all threads: other work on this machine does not count
         identity.full_digest(record, workers=1)
         times_s.append(time.process_time() - start)
     limits.hold("a GB on one core", min(times_s) * 1e9 / (4 * CHUNK_BYTES), 1 / 1.5)
@@ -254,12 +252,24 @@ def test_an_entry_is_private_and_found_by_exactly_its_status(cache_home: Path) -
     assert modes == [0o600, 0o700, 0o700]
 
 
-def test_a_changed_file_replaces_its_own_entry(cache_home: Path) -> None:
+def test_an_entry_has_the_last_few_states_of_its_file(cache_home: Path) -> None:
+    # chmod and a new link leave the inode: what was loaded is compared with what is there now.
     cache = DigestCache.of_user()
-    cache.put(KEY, DIGEST)
-    cache.put((1, 2, 3, 4, 6), bytes(16))
-    assert (cache.get(KEY), cache.get((1, 2, 3, 4, 6))) == (None, bytes(16))
+    states = [(1, 2, 3, 4, ctime) for ctime in range(5)]
+    for number, state in enumerate(states):
+        cache.put(state, bytes([number] * 16))
+    cache.put(states[4], bytes([4] * 16))
+    assert [cache.get(state) for state in states] == [None, *(bytes([n] * 16) for n in range(1, 5))]
     assert len(entries(cache_home)) == 1
+
+
+def test_a_digest_that_was_made_outlives_its_file(model: Path) -> None:
+    record = write(model, m=b"content")
+    made = identity.full_digest(record)
+    (model / "m.bin").chmod(0o400)
+    assert identity.full_digest(record) == made
+    (model / "m.bin").unlink()
+    assert identity.full_digest(record) == made
 
 
 def test_no_damaged_entry_gives_a_digest(cache_home: Path) -> None:

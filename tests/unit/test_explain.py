@@ -1,6 +1,4 @@
-"""weightcachectl explain against real sockets: what it says of plans, private tensors and refusals,
-word by word.
-"""
+"""weightcachectl explain over real sockets: plans, private tensors and refusals, word by word."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Mappings of a model that sleeps: taken away when asked, put back at the same addresses, and given
-to a newer generation, on a fake driver.
+"""Mappings of a model that sleeps, on a fake driver.
+
+They are taken away when asked, put back at the same addresses, and given to a newer generation.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Storages:
 
 
 class World:
-    """One mapped model, what the daemon would hand out next, and all leases so far."""
+    """One mapped model, the daemon's next generation, and all leases so far."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self.backend = CudaBackend(

@@ -1,6 +1,4 @@
-"""The loader's proof catches every broken plan and names the first difference; each text is
-compared as a whole.
-"""
+"""The loader's proof catches every broken plan and names the first difference; whole texts."""
 
 from __future__ import annotations
 
@@ -470,7 +468,7 @@ def test_value_that_does_not_stay_is_refused_by_name() -> None:
 
         @gain.setter
         def gain(self, value: float) -> None:
-            """As a setter that ignores what it is told."""
+            """A setter that ignores its value."""
 
     Stubborn.__module__ = "vllm.fake"
 

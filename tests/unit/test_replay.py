@@ -1,6 +1,4 @@
-"""The surroundings of hooks that are replayed on the meta device, and the guard of what engines
-share.
-"""
+"""The surroundings of hooks replayed on the meta device, and the guard of shared tensors."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.engine import control, endpoint, manager, running
 from weightcached.engine.child import Job
-from weightcached.engine.control import EngineError
 from weightcached.engine.plan import Plan, make_plan
 from weightcached.engine.running import Record, Running
 from weightcached.engine.starting import Nursery, start_by_exec
@@ -38,6 +37,7 @@ from weightcached.engine.turns import Turns
 from weightcached.errors import (
     EXIT_BUSY,
     EXIT_FAILURE,
+    EngineError,
     RuntimePathError,
     WeightcachedError,
 )
@@ -274,6 +274,8 @@ class Supervisor:
         for directory in sorted(self._directory.iterdir()):
             if not directory.is_dir():
                 continue
+            # No number twice in one log.
+            self.service.skip_to(int(directory.name) if directory.name.isdecimal() else 0)
             record = running.read_record(directory)
             if record is not None and running.is_alive(record):
                 found.append(record)
