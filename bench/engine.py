@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.checkpoints import llama_config, write_checkpoint
 from weightcached.errors import EngineError
-from weightcached.system.gpus import free_bytes, list_gpus
+from weightcached.system.gpus import list_gpus
 from weightcached.wire.services import ask_service
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -352,9 +352,12 @@ class Bench:
     def used_bytes(self) -> int:
         if not self.on_gpu:
             return 0
-        free = free_bytes(self.device)
-        total = next(gpu.total_bytes for gpu in list_gpus() if gpu.uuid == self.device)
-        return total - (free or 0)
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(
+            pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(self.device)).used
+        )
 
     def steady_bytes(self) -> int:
         """Used device memory, once it does not change."""

@@ -50,6 +50,13 @@ class CheckpointError(WeightcachedError):
     exit_status = EXIT_CONFIG
 
 
+class CheckpointMissingError(CheckpointError):
+    """The checkpoint is not there. A mount may be late: tried again, it may be."""
+
+    code = "checkpoint-missing"
+    exit_status = EXIT_FAILURE
+
+
 class SnapshotError(WeightcachedError):
     """A snapshot cannot be written, or is not what it says. The weights are loaded instead."""
 

@@ -273,3 +273,18 @@ class DaemonProcess:
             self.process.wait()
         if self.manager is not None:
             self.manager.close()
+
+
+def loaders_of(pid: int) -> list[int]:
+    """The daemon's children, but for the one that makes digests."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if not makes_digests(int(child))]
+
+
+def makes_digests(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True  # it has ended
+    # Empty: it is ending.
+    return not command or b"weightcached.checkpoint.identity" in command

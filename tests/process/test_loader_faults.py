@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from tests.fakes.checkpoints import key_of, write_checkpoint
-from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
+from tests.fakes.daemon import (
+    LOADER,
+    DaemonProcess,
+    loaders_of,
+    model,
+    until,
+    write_manifest,
+)
 from weightcached.daemon.main import MAX_RELOADS
 from weightcached.wire.messages import CacheOutcome, Progress, Refused, Reload, ReloadReply
 
@@ -92,10 +99,6 @@ def reload(daemon: DaemonProcess, **options: Any) -> ReloadReply | Refused:
     return reply
 
 
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_at_start_ends_the_daemon_with_its_reason(
     make_daemon: Launcher, checkpoint: Path, fault: str
@@ -136,7 +139,7 @@ def test_fault_at_reload_keeps_what_is_served(
     daemon.until(
         lambda _: memfds(daemon.descriptors()) == memfds(before), "its descriptors are closed"
     )
-    assert children_of(daemon.pid) == []
+    assert loaders_of(daemon.pid) == []
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=3)])
     reload(daemon)
     (cache,) = daemon.status().caches
@@ -170,7 +173,7 @@ def test_generation_is_served_whatever_becomes_of_tuning(
         engine.attach(key_of({"model": str(checkpoint)})).close()
     (cache,) = daemon.status().caches
     assert (cache.state, cache.error) == ("ready", "")
-    assert children_of(daemon.pid) == []
+    assert loaders_of(daemon.pid) == []
 
 
 def test_cache_is_ready_once_tuning_is_over(

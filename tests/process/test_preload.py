@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
-from tests.fakes.daemon import BOUND_S, LOADER, ROOT, environment, until
+from tests.fakes.daemon import BOUND_S, LOADER, ROOT, environment, makes_digests, until
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import CacheStatus, Drop, Reload, ReloadReply, Status, StatusReply
@@ -89,7 +90,8 @@ class Preload:
         return status.pid
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children: list[Any] = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if not makes_digests(child.pid)]
 
     def kept(self) -> int:
         """How many segments and indexes the command itself holds."""

@@ -415,10 +415,11 @@ def test_each_digest_is_made_once_when_it_is_asked_for(
     path: Path, key: WeightCacheKey, lines: Lines
 ) -> None:
     rungs = iter(["sample", "full"])
+    names = [WEIGHTS, "model.safetensors.index.json"]
 
     def script(request: Request) -> Iterable[Answer]:
         rung = next(rungs, None)
-        return [NeedDigest(rung=rung)] if rung else handing_out(SEGMENT)  # type: ignore[arg-type]
+        return [NeedDigest(rung=rung, files=names)] if rung else handing_out(SEGMENT)  # type: ignore[arg-type]
 
     key = with_safetensors(key)
     with StubDaemon(path, script) as daemon:

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Self
 
 import msgspec
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _DRAIN_TIMEOUT_S = 2.0
 _READ_BYTES = 64 * 1024
 _LINE_BYTES = 4096
+# How often we look whether a digest gets further.
+_LOOK_PERIOD_S = 5.0
 # A digest's answer is a few hundred bytes for each file of the checkpoint.
 _CAPTURE_BYTES = 8 * 1024 * 1024
 
@@ -151,7 +153,9 @@ class Child:
                 self.last_error_line = line
 
 
-async def make_full_digest(identity: CheckpointIdentity) -> str:
+async def make_full_digest(
+    identity: CheckpointIdentity, on_progress: Callable[[], None] = lambda: None
+) -> str:
     """The full digest of a checkpoint, by a child of lowest priority. Raises CheckpointError."""
     command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
     try:
@@ -161,9 +165,13 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
             f"the digest of {identity.root} cannot be started: {e.strerror}"
         ) from e
     async with child:
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, child.pid, 19)
-        status = await asyncio.shield(child.exit)
+        read = 0
+        while not child.exit.done():
+            await asyncio.wait({child.exit}, timeout=_LOOK_PERIOD_S)
+            if (now := _bytes_read(child.pid)) > read:
+                read = now
+                on_progress()
+        status = child.exit.result()
     if status != 0:
         reason = child.last_error_line or "it printed no reason"
         raise CheckpointError(f"the digest of {identity.root} ended with status {status}: {reason}")
@@ -171,6 +179,12 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
         return msgspec.json.decode(bytes(child.output or b""), type=CheckpointIdentity).full
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise CheckpointError(f"the digest of {identity.root} came back malformed: {e}") from e
+
+
+def _bytes_read(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/io", encoding="ascii") as f:
+        return int(f.readline().split()[1])
+    return 0
 
 
 def _members(session: int) -> set[int]:

@@ -34,6 +34,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
     EXIT_FAILURE,
@@ -198,8 +199,9 @@ class Daemon:
             self.caches.set_aside(name, note)
         self.leases = Leases()
         self.tally = Tally(adoptions=len(adopted))
-        self.matcher = Matcher(self.caches, self.device, make_full_digest)
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
+        digest = partial(make_full_digest, on_progress=self._notifier.digesting)
+        self.matcher = Matcher(self.caches, self.device, digest)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -212,6 +214,7 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
+            look=partial(Staleness, self.matcher.full_digest, digest),
             unmap_parked=self.leases.unmap_parked,
         )
         self._endpoint = endpoint
