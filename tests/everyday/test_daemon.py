@@ -180,6 +180,32 @@ def test_loader_that_the_kernel_kills_leaves_the_unit_and_what_it_serves(
         unit.systemctl("stop")
 
 
+# ---- more segments than the unit's descriptor store takes
+
+
+def test_generation_that_the_store_cannot_hold_is_served_and_said_to_be_lost_at_a_restart(
+    unit: Unit,
+) -> None:
+    unit.configure(x_segments=8)
+    # systemd 254 and newer say it themselves.
+    unit.install("FileDescriptorStoreMax=8", "Environment=FDSTORE=8").systemctl("start")
+    cache = unit.cache()
+    assert (cache.state, cache.segments) == ("ready", 8)
+    assert cache.warning == (
+        "a restart of the daemon will load it again: the descriptor store holds 1 of 8, these are 9 more: "
+        "raise FileDescriptorStoreMax= with a drop-in"
+    )
+    assert cache.warning in ctl("status", env=unit.manager.env).stdout
+    # Half a generation would be of no use.
+    assert unit.show("NFileDescriptorStore") == "0"
+    killed(unit)
+    assert (unit.cache().source, unit.loads()) == ("loaded", 2)
+    unit.install("FileDescriptorStoreMax=16", "Environment=FDSTORE=16").systemctl("restart")
+    assert unit.cache().warning == ""
+    killed(unit)
+    assert (unit.cache().source, unit.loads()) == ("adopted", 3)
+
+
 # ---- what was dropped
 
 

@@ -61,6 +61,8 @@ class Generation:
         self.index_digest = index_digest
         self.source: Source = source
         self.full_digest = index.key.checkpoint.full
+        # Why the descriptor store does not have it, or "".
+        self.not_stored = ""
         self._fds = [index_fd, *segment_fds]
         self._handouts = 0
         self._retired = False
@@ -220,6 +222,7 @@ class Cache:
             engines=leases.engines(self.name),
             eta_s=load.eta_s if load else None,
             retry_at=retry_at,
+            warning=generation.not_stored if generation else "",
         )
 
 

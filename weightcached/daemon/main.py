@@ -94,7 +94,7 @@ def run(options: ServeOptions) -> int:
     directory = options.socket_dir or runtime_dir()
     with Endpoint(device, directory) as endpoint:
         _raise_descriptor_limit()
-        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
+        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None, limit=_store_limit())
         stored = inherited(os.environ)
         aside = store.take_note(stored)
         adopted = _adopt(device, store, stored, aside)
@@ -106,6 +106,14 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _store_limit() -> int:
+    """How many descriptors the manager keeps for us. Older ones do not say: a drop-in that raises
+    FileDescriptorStoreMax= sets FDSTORE= in Environment= there as well.
+    """
+    said = os.environ.get("FDSTORE", "")
+    return int(said) if said.isdecimal() else fdstore.DEFAULT_MAX
 
 
 def _adopt(
@@ -126,6 +134,7 @@ def _adopt(
         except fdstore.StoreError as e:
             log.warning("stays in the store until the unit stops cache=%s error=%s", g.cache, e)
     for g in generations:
+        store.kept(g)
         log.info(
             "adopted cache=%s generation=%d segments=%d bytes=%d",
             g.cache,

@@ -378,6 +378,7 @@ class Reconciler:
             log.warning(
                 "not in the store, a restart will load it again cache=%s error=%s", cache.name, e
             )
+            generation.not_stored = f"a restart of the daemon will load it again: {e}"
         except BaseException:
             generation.retire()
             raise
