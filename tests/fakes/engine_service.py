@@ -33,6 +33,13 @@ def prepare() -> str:
     return os.environ.get("FAKE_ENGINE_REFUSAL", "")
 
 
+def try_in_fork() -> None:
+    """As the test wants it."""
+    how = os.environ.get("FAKE_ENGINE_TRIAL", "")
+    if how == "crash":
+        os._exit(7)
+
+
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
 

@@ -52,6 +52,13 @@ def test_engines_are_forked_and_executed_where_that_is_refused(make: Make, refus
     assert service.log.count(f"engines are executed, not forked: {refusal}\n") == bool(refusal)
 
 
+def test_nursery_in_which_a_fork_does_not_work_is_not_used(make: Make) -> None:
+    service = make()
+    service.env["FAKE_ENGINE_TRIAL"] = "crash"
+    service.start()
+    assert "executed, not forked: a fork that was tried ended with status 7\n" in service.log
+
+
 @pytest.mark.parametrize("victim", ["pid", "core"])
 def test_death_of_any_process_brings_the_parked_engine(make: Make, victim: str) -> None:
     service = make().start()

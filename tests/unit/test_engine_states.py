@@ -133,6 +133,16 @@ def test_rolling_restart_drains_the_old_when_the_new_is_parked() -> None:
     assert begin(service) == [Action("end", 1), Action("end", 2), Action("start", 4)]
 
 
+def test_restart_ends_an_old_standby_that_still_starts() -> None:
+    service = serving()
+    service.failed(2, "killed", 0.0)
+    service.gone(2)
+    assert begin(service) == [Action("start", 3)]
+    service.restart()
+    assert begin(service) == [Action("end", 3)]
+    assert begin(service) == [Action("start", 4)]
+
+
 def test_new_version_that_cannot_start_leaves_the_old_one_serving() -> None:
     service = serving()
     service.restart()

@@ -110,6 +110,9 @@ class Module(Protocol):
     def prepare(self) -> str:
         """Import what engines need. Returns why engines cannot be forked after that, or ""."""
 
+    def try_in_fork(self) -> None:
+        """Do what would hang in a forked process, if anything does."""
+
     def run(self, main: Any) -> None:
         """Run the coroutine to its end on the event loop that the engine wants."""
 

@@ -216,7 +216,8 @@ class Service:
             and any(e.version == self.version and e.phase is Phase.PARKED for e in idle)
         )
         if not settled:
-            return []
+            # A standby of an old version that is not up yet holds up the new version's start.
+            return [e for e in idle if e.phase is Phase.STARTING and e.version != self.version]
         wanted = [e for e in idle if e.version == self.version]
         # What is up stays before what is not.
         wanted.sort(key=lambda e: (e.phase is Phase.PARKED, -e.number))

@@ -59,6 +59,7 @@ SLEEP_TIMEOUT_S = 60.0
 # Another service's requests end within its own drain_s, which only it knows.
 LONGEST_DRAIN_S = 3600.0
 PROBE_PERIOD_S = 1.0
+FIRST_PROBE_S = 0.2
 # Without an engine that ever served, so many failures end the supervisor: what mends it comes from
 # outside.
 MAX_FIRST_FAILURES = 3
@@ -557,6 +558,7 @@ class Supervisor:
 
     async def _probe(self, number: int) -> None:
         """Ask the engine's core again and again: a hung engine is a dead engine."""
+        await asyncio.sleep(FIRST_PROBE_S)
         while number in self._running:
             engine = self._running[number]
             try:

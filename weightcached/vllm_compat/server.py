@@ -62,6 +62,13 @@ def prepare() -> str:
     return ""
 
 
+def try_in_fork() -> None:
+    """A parallel operation: an engine's first would hang in it if this process had done one."""
+    import torch
+
+    torch.ones(1 << 22).sum()
+
+
 def run(main: Coroutine[Any, Any, None]) -> None:
     """As vLLM runs its server."""
     import uvloop
