@@ -179,6 +179,13 @@ class Cache:
             self.last_key = self.load.key if self.load else self.last_key
         self.load, self.error = None, error
 
+    def end_load(self) -> None:
+        """A load for the sake of others is over, or came to nothing: all stays as it was."""
+        self.load = None
+        if self.state == "loading":
+            # Released meanwhile, when a load seemed to be coming.
+            self.state = "released"
+
     def release(self) -> Generation:
         """Stop serving the generation, which the caller retires. The next may be loading."""
         generation = self.generation

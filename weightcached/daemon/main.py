@@ -26,6 +26,7 @@ from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.fairness import Queues
+from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
@@ -42,7 +43,7 @@ from weightcached.errors import (
     RuntimePathError,
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
-from weightcached.system.paths import check_device, runtime_dir
+from weightcached.system.paths import check_device, runtime_dir, socket_path
 from weightcached.system.text import bytes_text
 from weightcached.wire import resident
 from weightcached.wire.messages import (
@@ -224,6 +225,7 @@ class Daemon:
             manifest=options.manifest,
             ahead=options.loaders_ahead,
             unmap_parked=self.leases.unmap_parked,
+            peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
         )
         self._endpoint = endpoint
         # Why there is no socket, and none could be made; or "".
@@ -335,7 +337,9 @@ class Daemon:
         # If it is refused, a waiting reload will read the manifest as it is now.
         self.reload(force=False, only=[])
 
-    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[ReloadResult] | Refused:
+    def reload(
+        self, *, force: bool, only: list[str], along: bool = False
+    ) -> asyncio.Task[ReloadResult] | Refused:
         """Begin a reload, which goes on even if nobody waits for it. Reloads run one after the
         other.
 
@@ -345,18 +349,18 @@ class Daemon:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
             return Refused(code="busy", message=message)
         self._reloads += 1
-        task = asyncio.create_task(self._reload(force=force, only=only))
+        task = asyncio.create_task(self._reload(force=force, only=only, along=along))
         task.add_done_callback(self._reload_ended)
         self._keep(task)
         return task
 
-    async def _reload(self, *, force: bool, only: list[str]) -> ReloadResult:
+    async def _reload(self, *, force: bool, only: list[str], along: bool) -> ReloadResult:
         # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
         await self._started.wait()
         async with self._reload_turn:
             await self._notifier.reloading()
             try:
-                return await self.reconciler.run(force=force, only=only)
+                return await self.reconciler.run(force=force, only=only, along=along)
             except ManifestError as e:
                 return ReloadReply(error=str(e))
             except UnknownCacheError as e:
