@@ -32,8 +32,9 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.checkpoints import llama_config, write_checkpoint
-from weightcached.engine.control import EngineError, ask_once
-from weightcached.system.gpus import free_and_total_bytes, list_gpus
+from weightcached.errors import EngineError
+from weightcached.system.gpus import list_gpus
+from weightcached.wire.services import ask_service
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -300,7 +301,7 @@ class Bench:
         self.services[name] = Process(command, self.work / f"service-{name}.log")
 
     def ask(self, command: str, name: str = "a", *, timeout_s: float = 10.0) -> dict[str, Any]:
-        return ask_once(
+        return ask_service(
             self.sockets / "engines" / name / "service.sock", command, timeout_s=timeout_s
         )
 
@@ -343,8 +344,12 @@ class Bench:
     def used_bytes(self) -> int:
         if not self.on_gpu:
             return 0
-        free, total = free_and_total_bytes(self.device)
-        return total - free
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(
+            pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(self.device)).used
+        )
 
     def steady_bytes(self) -> int:
         """Used device memory, once it does not change."""

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from weightcached import __version__
-from weightcached.checkpoint.identity import with_full, with_sample
+from weightcached.checkpoint.identity import with_files, with_full, with_sample
 from weightcached.errors import (
     CacheConfigMismatchError,
     ProtocolError,
@@ -168,17 +168,21 @@ def _final_answer(connection: Connection, attach: Attach, deadline: float) -> Re
 
 
 def _with_digest(key: WeightCacheKey, need: NeedDigest) -> WeightCacheKey:
-    if getattr(key.checkpoint, need.rung):
+    checkpoint = with_files(key.checkpoint, need.files) if need.files else key.checkpoint
+    if checkpoint is key.checkpoint and getattr(checkpoint, need.rung):
+        asked = "record" if need.rung == "files" else f"{need.rung} digest"
         raise ProtocolError(
-            f"the daemon asks for the {need.rung} digest of {key.checkpoint.root}, which it was given"
+            f"the daemon asks for the {asked} of {checkpoint.root}, which it was given"
         )
+    if need.rung == "files":
+        return msgspec.structs.replace(key, checkpoint=checkpoint)
     log.info(
         "comparing the checkpoint with the cached one by %s digest: %s",
         need.rung,
-        key.checkpoint.root,
+        checkpoint.root,
     )
     fill = with_sample if need.rung == "sample" else with_full
-    return msgspec.structs.replace(key, checkpoint=fill(key.checkpoint))
+    return msgspec.structs.replace(key, checkpoint=fill(checkpoint))
 
 
 def _ready_or_raise(reply: Reply) -> Ready:

@@ -56,9 +56,7 @@ def configured(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def batches(question: dict[str, Any]) -> dict[str, Any]:
-    """The most tokens and sequences of a batch, as the loader child has them and as `vllm serve`
-    has.
-    """
+    """The most tokens and sequences of a batch, in the loader child and in `vllm serve`."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 

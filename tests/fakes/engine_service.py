@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.engine.child import Activity, Job
-from weightcached.engine.control import EngineError
+from weightcached.errors import EngineError
 
 _KEEP_ALIVE_S = 1.0
 
@@ -42,6 +42,11 @@ def try_in_fork() -> None:
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class FakeEngine:
@@ -69,7 +74,7 @@ class FakeEngine:
         loop = asyncio.get_running_loop()
         os.write(self._to_core, what)
         answered: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._from_core, lambda: answered.done() or answered.set_result(None))
+        loop.add_reader(self._from_core, _set_once, answered)
         try:
             await answered
         finally:

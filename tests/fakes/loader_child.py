@@ -1,8 +1,7 @@
 """A loader child without vLLM: same job, same messages, real sealed segments with the checkpoint's
 bytes.
 
-What goes wrong is chosen by name through the engine arguments, so that one manifest holds healthy
-and faulty models:
+Engine arguments name the fault, so that one manifest holds healthy and faulty models:
 
     x_fault: NAME          one of FAULTS below, in the phase that its name says
     x_until: PATH          … and only while there is no PATH

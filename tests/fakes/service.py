@@ -20,7 +20,8 @@ from typing import Any, Self
 import yaml
 
 from tests.fakes.daemon import BOUND_S, ROOT, ManagerSocket, environment, until
-from weightcached.engine.control import EngineError, ask_once
+from weightcached.errors import EngineError
+from weightcached.wire.services import ask_service
 
 MODULE = "tests.fakes.engine_service"
 
@@ -108,7 +109,7 @@ class ServiceProcess:
         return self.log_path.read_text()
 
     def ask(self, command: str) -> dict[str, Any]:
-        return ask_once(self.home / "service.sock", command, timeout_s=BOUND_S)
+        return ask_service(self.home / "service.sock", command, timeout_s=BOUND_S)
 
     def status(self) -> dict[str, Any]:
         return self.ask("status")

@@ -16,8 +16,10 @@ import pytest
 
 from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.service import ClientLoop, ServiceProcess
-from weightcached.engine.control import EngineError
-from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE
+from weightcached.cli.engine import as_json, as_table
+from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
+from weightcached.exporter.health import Node
+from weightcached.exporter.metrics import text_of
 
 Make = Callable[..., ServiceProcess]
 
@@ -126,7 +128,7 @@ def test_parked_engine_that_dies_or_hangs_is_replaced(make: Make) -> None:
         service.until_standby()
         kill(service.record(number)["pid"], how)
         service.until(
-            lambda s, number=number: any(e["number"] == number + 1 for e in s["engines"]),
+            lambda s, number=number: any(e["number"] == number + 1 for e in s["engines"]),  # type: ignore[misc]
             "another standby",
         )
     assert service.until_standby()["generation"] == 1, "nobody took over"
@@ -280,6 +282,22 @@ def test_second_supervisor_is_refused(make: Make) -> None:
     assert service.get()["engine"] == 1
 
 
+def test_descriptors_and_processes_do_not_grow(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    assert service.process
+    supervisor = service.process.pid
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir(f"/proc/{supervisor}/fd")), len(service.processes())
+
+    before = held()
+    for _ in range(6):
+        kill(service.until_standby()["pid"])
+    service.until_standby()
+    until(lambda: held() == before, "as before")
+
+
 def test_idle_service_sleeps_and_the_next_connection_wakes_it(make: Make) -> None:
     service = make(idle_sleep_s=0.5).start()
     service.until(lambda s: s["state"] == "asleep", "it sleeps")
@@ -348,6 +366,40 @@ def test_takeover_asks_no_neighbour(make: Make) -> None:
     assert one.get()["engine"] != status["generation"]
 
 
+def test_metrics_and_table_show_the_service(make: Make) -> None:
+    service = make().start()
+    kill(service.until_standby()["pid"])
+    service.until(lambda s: s["takeovers"] == 1, "a takeover")
+    status = service.until_standby()
+    text = text_of(Node(service.manifest, service.runtime))
+    for line in (
+        'weightcached_engine_up{engine="chat"} 1.0',
+        'weightcached_engine_state{engine="chat",state="serving"} 1.0',
+        'weightcached_engine_state{engine="chat",state="asleep"} 0.0',
+        'weightcached_engine_parked{engine="chat"} 1.0',
+        'weightcached_engine_takeovers_total{engine="chat"} 1.0',
+    ):
+        assert line in text.splitlines()
+    assert 'weightcached_engine_last_takeover_seconds{engine="chat"} 0.' in text
+    head, row = as_table([status], now=status["since"] + 75)
+    assert head.split() == [
+        "ENGINE",
+        "STATE",
+        "LISTEN",
+        "SERVING",
+        "STANDBY",
+        "TAKEOVERS",
+        "DETAIL",
+    ]
+    assert row == (
+        f"chat    serving  127.0.0.1:{service.port}  engine 2, pid {status['pid']}  engine 3 parked  "
+        f"1, last in {status['last_takeover_s']:.2f} s  for 75 s"
+    )
+    assert list(as_json([status])[0]) == [
+        "name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s",
+    ]  # fmt: skip
+
+
 def test_unix_socket(make: Make, short_tmp: Path) -> None:
     path = short_tmp / "public.sock"
     service = make(listen=f"unix:{path}").start()
@@ -383,9 +435,13 @@ def test_random_kills(make: Make) -> None:
                     os.kill(chance.choice(victims), number)
             seen = len(clients.answers)
             if n % 5 == 4:
-                until(lambda seen=seen: len(clients.answers) > seen, f"answers after kill {n}")
+                until(
+                    lambda seen=seen: len(clients.answers) > seen,  # type: ignore[misc]
+                    f"answers after kill {n}",
+                )
+        # An engine whose core died unseen is parked until it is asked.
+        until(lambda: len(service.processes()) == 4, "two engines of two processes")
         service.until_standby()
     assert clients.refused == []
-    assert len(service.processes()) == 4, "two engines of two processes"
     assert service.stop() == 0
     assert service.processes() == []

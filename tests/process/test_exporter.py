@@ -1,6 +1,4 @@
-"""`weightcached exporter` over real HTTP, with real daemons; its metrics are read by Prometheus's
-own parser.
-"""
+"""`weightcached exporter` over real HTTP, with real daemons and Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -189,7 +187,7 @@ def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
 
 
 def reload(daemon: DaemonProcess) -> dict[str, str]:
-    """Have the manifest read again. Returns what came of each cache, once it has."""
+    """Have the manifest read again. Returns the outcome of each cache."""
     with daemon.client("ctl") as tool:
         tool.send(Reload())
         while not isinstance(reply := tool.receive(), ReloadReply):
@@ -300,9 +298,7 @@ def test_preloads_health_port_is_the_exporter(
 def test_preloads_health_host_is_the_only_address(
     launch: PreloadLauncher, checkpoint: Path
 ) -> None:
-    """By default 127.0.0.1: any address of 127.0.0.0/8 is this machine's, so another of them
-    tells.
-    """
+    """By default 127.0.0.1 alone: another address of 127.0.0.0/8 must not answer."""
     for options, listens, refuses in (
         ([], "127.0.0.1", "127.0.0.2"),
         (["--weight-cache-health-host", "127.0.0.2"], "127.0.0.2", "127.0.0.1"),

@@ -1,6 +1,4 @@
-"""start, stop and restart: followed to the unit's final state, with the daemon's own words where it
-failed.
-"""
+"""start, stop and restart: followed to the unit's final state, with the daemon's last words."""
 
 from __future__ import annotations
 

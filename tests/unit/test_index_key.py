@@ -1,6 +1,4 @@
-"""WeightCacheKey: every field counts, differences are named with both values, the digest is
-stable.
-"""
+"""WeightCacheKey: every field counts; differences are named with both values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The tensor index: what goes in comes out, and from any bytes comes an index or IndexFormatError,
-nothing else.
-"""
+"""The tensor index: it survives encoding; any bytes give an index or IndexFormatError."""
 
 from __future__ import annotations
 
@@ -284,7 +282,7 @@ def test_storage_may_fill_its_segment() -> None:
 
 
 def outcome(data: bytes) -> TensorIndex | None:
-    """The index, or None where it was refused in the one way that is allowed."""
+    """The index, or None if it was refused in the one way that is allowed."""
     try:
         return decode(data)
     except IndexFormatError:

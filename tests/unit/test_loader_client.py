@@ -1,6 +1,4 @@
-"""The engine's side of the protocol, against a scripted daemon on a real socket: every answer,
-fault and return.
-"""
+"""The engine's side of the protocol, with a scripted daemon: every answer, fault and return."""
 
 from __future__ import annotations
 
@@ -89,7 +87,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    # At the logger itself: vLLM, where it is imported, keeps its loggers from propagating.
+    # At the logger itself: once vLLM is imported, its loggers do not propagate.
     handler, level = Lines(), client.log.level
     client.log.addHandler(handler)
     client.log.setLevel(logging.INFO)
@@ -150,7 +148,7 @@ def handing_out(
     announced: Ready | None = None,
     after: Iterable[Answer] = (),
 ) -> Iterator[Answer]:
-    """Ready, the descriptors in one packet, and what else is to be sent."""
+    """Ready, the descriptors in one packet, and further messages."""
     yield announced or ready()
     fds = [
         sealed_memfd("index", index),
@@ -417,10 +415,11 @@ def test_each_digest_is_made_once_when_it_is_asked_for(
     path: Path, key: WeightCacheKey, lines: Lines
 ) -> None:
     rungs = iter(["sample", "full"])
+    names = [WEIGHTS, "model.safetensors.index.json"]
 
     def script(request: Request) -> Iterable[Answer]:
         rung = next(rungs, None)
-        return [NeedDigest(rung=rung)] if rung else handing_out(SEGMENT)  # type: ignore[arg-type]
+        return [NeedDigest(rung=rung, files=names)] if rung else handing_out(SEGMENT)  # type: ignore[arg-type]
 
     key = with_safetensors(key)
     with StubDaemon(path, script) as daemon:

@@ -1,6 +1,4 @@
-"""Messages: every one survives the wire, and nothing a peer sends gets past the decoder but as
-ProtocolError.
-"""
+"""Messages: each survives the wire; wrong ones are ProtocolErrors and nothing else."""
 
 from __future__ import annotations
 
@@ -222,9 +220,7 @@ def test_long_list_of_files_is_refused() -> None:
 
 
 def test_announced_sizes_allocate_nothing() -> None:
-    """Headers that promise 4 GiB, decoded by a process that may have 1 GiB more than it starts
-    with.
-    """
+    """Headers that promise 4 GiB, decoded by a process that may grow by 1 GiB."""
     code = (
         "import resource, sys\n"
         "from weightcached.wire import messages as m\n"

@@ -20,8 +20,13 @@ from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
 from weightcached.cli.status import ask_device
-from weightcached.config.manifest import ALL, Manifest, load_manifest
-from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
+from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_manifest
+from weightcached.errors import (
+    CheckpointMissingError,
+    ManifestError,
+    RuntimePathError,
+    WeightcachedError,
+)
 from weightcached.system.gpus import list_gpus, persistence_warning
 from weightcached.system.host_checks import is_full, lingers, output, units_that_are
 from weightcached.system.paths import (
@@ -81,8 +86,8 @@ def examine() -> list[Finding]:
     findings += _unreachable_units()
     findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
-    findings += [finding, *_interpreters(manifest), *_processor(manifest), *_gpus(manifest)]
-    return [*findings, *_sockets()]
+    findings += [finding, *_checkpoints(manifest), *_interpreters(manifest)]
+    return [*findings, *_processor(manifest), *_gpus(manifest), *_sockets()]
 
 
 def _manifest() -> tuple[Manifest | None, Finding]:
@@ -96,6 +101,17 @@ def _manifest() -> tuple[Manifest | None, Finding]:
         return None, Finding("manifest", "fail", str(e), f"edit {path}")
     names = ", ".join(model.name for model in manifest.models)
     return manifest, Finding("manifest", "ok", f"{path}: {names}")
+
+
+def _checkpoints(manifest: Manifest | None) -> Iterator[Finding]:
+    for model in manifest.models if manifest else []:
+        try:
+            check_checkpoint(model.engine)
+        except CheckpointMissingError as e:
+            text = f"{e}; the other models are served without it"
+            yield Finding(
+                f"model {model.name}", "fail", text, "mount it, then 'weightcachectl reload'"
+            )
 
 
 def _versions() -> Iterator[Finding]:

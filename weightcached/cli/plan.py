@@ -14,6 +14,7 @@ from weightcached.checkpoint.files import open_recorded
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.cli.text import columns
+from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ALL, Manifest, ModelSpec
 from weightcached.config.ranks import Layout, Placement, layout_of, place
 from weightcached.config.wanted import roles
@@ -63,12 +64,7 @@ def _estimate(spec: ModelSpec, layout: Layout, problems: list[str]) -> int | Non
 
 def _checkpoint_bytes(engine: dict[str, Any]) -> tuple[int, int]:
     """(bytes of all tensors but experts, bytes of experts). Raises CheckpointError."""
-    identity = record_checkpoint(
-        engine["model"],
-        revision=engine.get("revision"),
-        download_dir=engine.get("download_dir"),
-        load_format=engine.get("load_format", "auto"),
-    )
+    identity = record_checkpoint(**checkpoint_arguments(engine, "target"))
     rest = experts = 0
     for file in identity.files:
         path = f"{identity.root}/{file.name}"

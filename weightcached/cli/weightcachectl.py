@@ -589,8 +589,9 @@ def engine_status(name: str | None, as_json: bool) -> None:
     Exit status: 0 shown, 1 it is not running.
     """
     from weightcached.cli import engine as engines
+    from weightcached.wire.services import Services
 
-    found = engines.Services([engines.ask(name, "status")], {}) if name else engines.ask_all()
+    found = Services([engines.ask(name, "status")], {}) if name else engines.ask_all()
     for service, error in found.errors.items():
         complain(f"{service}: {error}")
     if as_json:

@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex
@@ -37,7 +38,7 @@ DROPPED = "dropped: 'weightcachectl reload' brings it back"
 class Generation:
     """One complete load: its descriptors, and as much of its index as the daemon needs.
 
-    Immutable but for `full_digest`, which is filled in when somebody first asks. The index itself
+    Immutable but for `full_digest`, which is filled in when a child has made it. The index itself
     stays in its memfd: that of a large model would be most of this process's memory.
     """
 
@@ -53,6 +54,8 @@ class Generation:
         self.role: Role = index.role
         self.number = index.generation
         self.key = index.key
+        self.versions = index.versions
+        self.environment = index.environment
         self.spec_digest = index.spec_digest
         self.segment_nbytes = [segment.nbytes for segment in index.segments]
         self.tensors = len(index.tensors)
@@ -70,6 +73,11 @@ class Generation:
     @property
     def nbytes(self) -> int:
         return sum(self.segment_nbytes)
+
+    @property
+    def checkpoint(self) -> CheckpointIdentity:
+        """The record of what was loaded, with the full digest where it has been made since."""
+        return msgspec.structs.replace(self.key.checkpoint, full=self.full_digest)
 
     @property
     def fds(self) -> list[OwnedFd]:

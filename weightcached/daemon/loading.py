@@ -27,6 +27,7 @@ from weightcached.index.tensors import TensorIndex, read_index
 from weightcached.system.fds import OwnedFd, close_all, is_sealed
 from weightcached.system.paths import is_host_device
 from weightcached.system.process import signal_name
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet
 from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, Meeting, encode_job
 from weightcached.wire.messages import (
@@ -194,8 +195,7 @@ class LoaderRun:
         try:
             yield
         finally:
-            giver.cancel()
-            await asyncio.gather(giver, return_exceptions=True)
+            await end_tasks(giver)
 
     async def _receive(self, ours: socket.socket, child: Child) -> None:
         """Take messages until the delivery is complete or the child has hung up."""
@@ -223,9 +223,7 @@ class LoaderRun:
                         if self._has_to_wait
                         else self._deadline_s - loop.time()
                     )
-                    await asyncio.wait(
-                        {listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-                    )
+                    await first_of(listener, child.exit, timeout_s=left_s)
                     if listener.done():
                         return listener.result()
                     if (
@@ -235,8 +233,7 @@ class LoaderRun:
                     ):
                         raise self._stall_error()
             finally:
-                listener.cancel()
-                await asyncio.gather(listener, return_exceptions=True)
+                await end_tasks(listener)
         # All that it had to say is in the queue by now.
         try:
             return recv_packet(ours, max_fds=MAX_PACKET_FDS)

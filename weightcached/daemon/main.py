@@ -35,6 +35,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
     EXIT_FAILURE,
@@ -45,6 +46,7 @@ from weightcached.errors import (
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir, socket_path
 from weightcached.system.text import bytes_text
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire import resident
 from weightcached.wire.messages import (
     CacheOutcome,
@@ -164,18 +166,15 @@ async def _live(
     loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
     # Before any child: it would inherit the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOP_SIGNALS, signal.SIGHUP])
-    stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(daemon.start())
     try:
-        await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(starting, stop.wait())
         if starting.done() and (status := starting.result()) is not None:
             return status
-        await stopping
+        await stop.wait()
         return 0
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        stopping.cancel()
+        await end_tasks(starting)
         await daemon.stop()
 
 
@@ -210,8 +209,9 @@ class Daemon:
             self.caches.set_aside(name, note)
         self.leases = Leases()
         self.tally = Tally(adoptions=len(adopted))
-        self.matcher = Matcher(self.caches, self.device, make_full_digest)
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
+        digest = partial(make_full_digest, on_progress=self._notifier.digesting)
+        self.matcher = Matcher(self.caches, self.device, digest)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -224,6 +224,7 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
+            look=partial(Staleness, self.matcher.full_digest, digest),
             unmap_parked=self.leases.unmap_parked,
             peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
         )
@@ -309,9 +310,7 @@ class Daemon:
         await self._server.stop_accepting()
         self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         await self.matcher.close()
         self._write(stopped=True)
         # 3. Engines: they keep their mappings.
@@ -396,12 +395,7 @@ class Daemon:
         while True:
             changed = [self.caches.changed.next(), self.leases.changed.next()]
             self._write()
-            waits = [asyncio.create_task(event.wait()) for event in changed]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await first_of(*(event.wait() for event in changed))
 
     def _write(self, *, stopped: bool = False) -> None:
         now = resident.Resident(

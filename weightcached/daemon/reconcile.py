@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from weightcached.checkpoint.identity import changed_files
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
@@ -34,6 +33,7 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.retries import Retries
+from weightcached.daemon.staleness import Staleness
 from weightcached.errors import ManifestError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
@@ -114,8 +114,8 @@ def plan(
     only: Collection[str],
     starting: bool = False,
 ) -> Plan:
-    """The caches to load, keep and drop. stale: caches that changed on disk; empty `only`: all. A
-    daemon that is `starting` leaves what was set aside before as it is.
+    """The caches to load, keep and drop. stale: caches that a load would make anew; empty `only`:
+    all. A daemon that is `starting` leaves what was set aside before as it is.
     """
     aside = caches.aside() if starting else {}
     chosen = [want for want in wanted if (not only or want.name in only) and want.name not in aside]
@@ -155,6 +155,7 @@ class Reconciler:
         boot_id: str,
         manifest: Path | None,
         ahead: int | None = None,
+        look: Callable[[], Staleness],
         unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
         peers: GroupPeers | None = None,
     ) -> None:
@@ -169,6 +170,7 @@ class Reconciler:
         self._peers = peers
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
+        self._look = look
         self._lock = asyncio.Lock()
         # Failed caches that may load if tried again without a change.
         self.retries = Retries()
@@ -197,7 +199,7 @@ class Reconciler:
             try:
                 wanted = await self._read_manifest()
                 chosen = self._chosen(only, wanted)
-                stale = await self._find_stale()
+                stale = await self._find_stale(wanted)
                 todo = plan(
                     wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
                 )
@@ -243,9 +245,10 @@ class Reconciler:
     async def retry(self) -> None:
         """Load what is due to be tried again, as the manifest was when it was last read."""
         async with self._lock:
-            stale = await self._find_stale()
+            due = self.retries.take_due()
+            stale = await self._find_stale([self._wanted[n] for n in due if n in self._wanted])
             todo: list[Wanted] = []
-            for name in self.retries.take_due():
+            for name in due:
                 want = self._wanted.get(name)
                 if want is None or is_current(want, self._caches, stale):
                     self.retries.settled(name)
@@ -282,20 +285,18 @@ class Reconciler:
             )
         return chosen
 
-    async def _find_stale(self) -> set[str]:
-        """Caches whose checkpoint has changed since the load."""
+    async def _find_stale(self, wanted: Sequence[Wanted]) -> set[str]:
+        """Caches that are served, and not what a load would make now."""
         stale = set()
-        for cache in self._caches:
-            if cache.generation is not None:
-                changed = await asyncio.to_thread(changed_files, cache.generation.key.checkpoint)
-                if changed:
-                    log.info(
-                        "checkpoint changed cache=%s files=%d first=%s",
-                        cache.name,
-                        len(changed),
-                        changed[0],
-                    )
-                    stale.add(cache.name)
+        look = self._look()
+        for want in wanted:
+            cache = self._caches.get(want.name)
+            generation = cache.generation if cache else None
+            if generation is None or generation.spec_digest != want.spec_digest:
+                continue
+            if reason := await look.reason(generation, want):
+                log.info("stale cache=%s reason=%s", want.name, printable(reason, 1000))
+                stale.add(want.name)
         return stale
 
     def _keep_unchanged(self, want: Wanted) -> CacheOutcome:
@@ -326,6 +327,8 @@ class Reconciler:
                 self._give_up(want)
             for run in started.values():
                 await run.discard()
+            # Not beside a load, which reads the same disk.
+            self._matcher.make_digests()
         return outcomes
 
     def _give_up(self, want: Wanted) -> None:

@@ -25,6 +25,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.errors import ProtocolError
 from weightcached.index.key import WeightCacheKey
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -131,7 +132,7 @@ class Session:
         finally:
             for lease in self._leases.values():
                 self._service.leases.end(lease)
-            await _cancel(*self._asking)
+            await end_tasks(*self._asking)
 
     async def _hello(self) -> bool:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -170,14 +171,14 @@ class Session:
             listener = asyncio.create_task(self._recv())
             answer = asyncio.create_task(self._answer(request))
             try:
-                await asyncio.wait({listener, answer}, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(listener, answer)
                 if listener.done():
                     # Raises when the peer left.
                     listener.result()
                 await answer
                 request = decode_request((await self._within_idle_limit(listener)).data)
             finally:
-                await _cancel(listener, answer)
+                await end_tasks(listener, answer)
 
     async def _recv(self) -> Packet:
         """The next packet. Until it is this peer's turn, it stays in the socket."""
@@ -417,9 +418,3 @@ def _ready(generation: Generation, *, descriptors: int = 0) -> Ready:
         index_digest=generation.index_digest,
         descriptors=descriptors,
     )
-
-
-async def _cancel(*tasks: asyncio.Task[Packet] | asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

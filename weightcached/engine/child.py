@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from weightcached.engine import control
-from weightcached.engine.control import EngineError
+from weightcached.errors import EngineError
 
 PUBLIC_FD = 3
 CONTROL_FD = 4

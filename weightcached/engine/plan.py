@@ -11,8 +11,8 @@ from typing import Any
 from weightcached.config.engines import EngineSpec, Listen
 from weightcached.config.manifest import ALL, ModelSpec
 from weightcached.engine.child import Job
-from weightcached.engine.starting import environment_of
 from weightcached.system.paths import is_host_device
+from weightcached.system.process import environment_for
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> Pl
             options.setdefault("socket_dir", str(socket_dir))
         arguments["model_loader_extra_config"] = options
     python = model.python or sys.executable
-    environment = environment_of(python, {})
+    environment = environment_for(python)
     devices = [device for device in model.devices if device != ALL]
     if devices and not is_host_device(devices[0]):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)

@@ -22,8 +22,9 @@ import msgspec
 
 from weightcached.engine import tree
 from weightcached.engine.child import Activity, Job
-from weightcached.engine.control import EngineError, Link
+from weightcached.engine.control import Link
 from weightcached.engine.tree import Tree, stat_of
+from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
 
 log = logging.getLogger(__name__)

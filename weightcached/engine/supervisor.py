@@ -28,7 +28,6 @@ from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.engine import control, endpoint, manager, running
 from weightcached.engine.child import Job
-from weightcached.engine.control import EngineError
 from weightcached.engine.plan import Plan, make_plan
 from weightcached.engine.running import Record, Running
 from weightcached.engine.starting import Nursery, start_by_exec
@@ -38,15 +37,18 @@ from weightcached.engine.turns import Turns
 from weightcached.errors import (
     EXIT_BUSY,
     EXIT_FAILURE,
+    EngineError,
     RuntimePathError,
     WeightcachedError,
 )
+from weightcached.system.notify import inherited, watchdog_period_s
 from weightcached.system.paths import (
     SOCKET_PATH_MAX_BYTES,
     create_runtime_dir,
     manifest_path,
     runtime_dir,
 )
+from weightcached.system.waits import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +178,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Returns the exit status. Raises ListenError where the public address is taken."""
-        stored = manager.stored(os.environ)
+        stored = dict(inherited(os.environ))
         await self._take_back()
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
         server = control.Server(control.listen(self._directory / "service.sock"), self._handle)
@@ -189,9 +191,7 @@ class Supervisor:
         finally:
             self._manager.tell("STOPPING=1")
             server.close()
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(*self._tasks)
             await self._end_all()
             with contextlib.suppress(OSError):
                 (self._directory / "service.sock").unlink()
@@ -274,6 +274,8 @@ class Supervisor:
         for directory in sorted(self._directory.iterdir()):
             if not directory.is_dir():
                 continue
+            # No number twice in one log.
+            self.service.skip_to(int(directory.name) if directory.name.isdecimal() else 0)
             record = running.read_record(directory)
             if record is not None and running.is_alive(record):
                 found.append(record)
@@ -633,7 +635,7 @@ class Supervisor:
         return ", ".join(parts)
 
     async def _feed_watchdog(self) -> None:
-        period_s = manager.watchdog_period_s(os.environ)
+        period_s = watchdog_period_s(os.environ)
         while period_s is not None:
             self._manager.tell("WATCHDOG=1")
             await asyncio.sleep(period_s)

@@ -20,7 +20,8 @@ from typing import Any
 
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ALL, Manifest, ModelSpec
-from weightcached.engine.control import EngineError, Link
+from weightcached.engine.control import Link
+from weightcached.errors import EngineError
 from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)

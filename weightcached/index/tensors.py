@@ -26,7 +26,7 @@ from weightcached.segments.backend_name import BackendName
 from weightcached.segments.packing import ALIGN_BYTES
 from weightcached.system.fds import OwnedFd, read_sealed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_INDEX_BYTES = 512 * 1024 * 1024
 _MAGIC = b"WCIX"
 _HEADER = struct.Struct("<4sH32s")
@@ -108,6 +108,9 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     model as built on the meta device, so that an engine whose layers differ in any name, shape,
     type or kernel class is refused. `leftovers` are the tensors that such a model has and the
     loaded one has not, found once by the proof; with None an engine looks for them itself.
+    `versions` are those of the interpreter's distributions and `environment` the variables of the
+    key's environment that were set: what the key was made from, and can be asked again without
+    vLLM.
     """
 
     software: str
@@ -127,6 +130,8 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorRecord]
     modules: list[ModulePlan] = []
     leftovers: list[str] | None = None
+    versions: dict[str, str] = {}
+    environment: dict[str, str] = {}
     load: LoadReport
 
     @property

@@ -21,7 +21,7 @@ from unittest import mock
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.engine.child import Activity, Job, say_error
-from weightcached.engine.control import EngineError
+from weightcached.errors import EngineError
 from weightcached.vllm_compat import parked_start, serve_arguments
 
 log = logging.getLogger("vllm.weightcached")

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from weightcached.checkpoint.identity import MAX_FILES
+from weightcached.checkpoint.identity import Name as FileName
 from weightcached.errors import ProtocolError
 from weightcached.index.key import WeightCacheKey
 
@@ -203,9 +205,12 @@ class Mismatch(Message, frozen=True):
 
 
 class NeedDigest(Message, frozen=True):
-    """Undecided on the checkpoint: send the request again with the digest of `rung` filled in."""
+    """Undecided on the checkpoint: send the request again with the record of `files`, by the
+    engine's names and in this order, and their digest of `rung`; rung `files`: the record alone.
+    """
 
-    rung: Literal["sample", "full"]
+    rung: Literal["files", "sample", "full"]
+    files: Annotated[list[FileName], Meta(max_length=3 * MAX_FILES)] = []
 
 
 class Absent(Message, frozen=True):
