@@ -10,6 +10,7 @@ import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.fakes.drafts import Maker, Shape, write_llama
 from tests.process.test_host_faults import memory_cgroup
 
 Launcher = Callable[..., DaemonProcess]
-ENGINE = {"max_model_len": 64, "enforce_eager": True}
+ENGINE: dict[str, Any] = {"max_model_len": 64, "enforce_eager": True}
 # Imports take 10 s alone, and a minute beside others.
 LOAD_S = 240.0
 # What a loader waits for peers that do not come; a test that takes less has not waited.
