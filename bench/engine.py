@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.checkpoints import llama_config, write_checkpoint
 from weightcached.errors import EngineError
-from weightcached.system.gpus import free_and_total_bytes, list_gpus
+from weightcached.system.gpus import list_gpus
 from weightcached.wire.services import ask_service
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -344,8 +344,12 @@ class Bench:
     def used_bytes(self) -> int:
         if not self.on_gpu:
             return 0
-        free, total = free_and_total_bytes(self.device)
-        return total - free
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(
+            pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(self.device)).used
+        )
 
     def steady_bytes(self) -> int:
         """Used device memory, once it does not change."""

@@ -44,6 +44,11 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
 
 
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 class FakeEngine:
     def __init__(self, job: Job, core: int, to_core: int, from_core: int) -> None:
         self.job = job
@@ -69,7 +74,7 @@ class FakeEngine:
         loop = asyncio.get_running_loop()
         os.write(self._to_core, what)
         answered: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._from_core, lambda: answered.done() or answered.set_result(None))
+        loop.add_reader(self._from_core, _set_once, answered)
         try:
             await answered
         finally:

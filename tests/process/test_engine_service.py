@@ -128,7 +128,7 @@ def test_parked_engine_that_dies_or_hangs_is_replaced(make: Make) -> None:
         service.until_standby()
         kill(service.record(number)["pid"], how)
         service.until(
-            lambda s, number=number: any(e["number"] == number + 1 for e in s["engines"]),
+            lambda s, number=number: any(e["number"] == number + 1 for e in s["engines"]),  # type: ignore[misc]
             "another standby",
         )
     assert service.until_standby()["generation"] == 1, "nobody took over"
@@ -435,7 +435,10 @@ def test_random_kills(make: Make) -> None:
                     os.kill(chance.choice(victims), number)
             seen = len(clients.answers)
             if n % 5 == 4:
-                until(lambda seen=seen: len(clients.answers) > seen, f"answers after kill {n}")
+                until(
+                    lambda seen=seen: len(clients.answers) > seen,  # type: ignore[misc]
+                    f"answers after kill {n}",
+                )
         # An engine whose core died unseen is parked until it is asked.
         until(lambda: len(service.processes()) == 4, "two engines of two processes")
         service.until_standby()
