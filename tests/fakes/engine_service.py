@@ -162,9 +162,8 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
             file.write(f"{job.number}\n")
     if arguments.get("x_fail"):
         raise RuntimeError(arguments["x_fail"])
-    if (
-        arguments.get("x_no_fork")
-        and "weightcached.engine.nursery" in sys.modules["__main__"].__doc__
+    if arguments.get("x_no_fork") and "weightcached.engine.nursery" in (
+        sys.modules["__main__"].__doc__ or ""
     ):
         raise RuntimeError("it does not start after a fork")
     fail_file = Path(arguments.get("x_fail_file", "/nonexistent"))
