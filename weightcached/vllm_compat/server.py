@@ -93,6 +93,16 @@ class _KeepCause(logging.Handler):
             say_error(self._path, record.exc_info[1])
 
 
+def _number_lines(prefix: str) -> None:
+    """Have this process's lines, and those of what it forks, begin with the prefix, as vLLM does it
+    where it is imported with VLLM_LOGGING_PREFIX.
+    """
+    for handler in logging.getLogger("vllm").handlers:
+        formatter = handler.formatter
+        if formatter is not None and not (formatter._fmt or "").startswith(prefix):
+            formatter._fmt = formatter._style._fmt = prefix + formatter._style._fmt
+
+
 def _kv_file(error_file: Path) -> Path:
     return error_file.with_name("kv_cache_bytes")
 
@@ -160,6 +170,7 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs(f"{job.service}/{job.number}")
+    _number_lines(os.environ.get("VLLM_LOGGING_PREFIX", ""))
     free = 0 if job.parked else _free_bytes(job)
     args = serve_arguments.parse(_arguments(job))
     args.host, args.port = job.host or None, job.port
