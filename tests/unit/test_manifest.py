@@ -170,6 +170,8 @@ DEVICE_HINT = (
     "expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; "
     "'weightcachectl devices' lists the devices of this machine"
 )
+MISSING = "models[0]: the key devices is missing: expected"
+NAME = "1 to 100 letters, digits, dots, dashes or underscores"
 FAULTS = {
     "empty": ("", "M: the file holds no value: expected the keys version and models"),
     "only_comments": (
@@ -214,12 +216,12 @@ FAULTS = {
     "models_missing": ("version: 1\n", "M:1: the key models is missing: expected a list of models"),
     "models_empty": (
         "version: 1\nmodels: []\n",
-        "M:2: models: the list is empty: expected at least one model",
+        "M:2: models: the list is empty: expected at least one entry",
     ),
-    "models_null": ("version: 1\nmodels:\n", "M:2: models: expected a list, got nothing"),
+    "models_null": ("version: 1\nmodels:\n", "M:2: models: expected a list of models, got nothing"),
     "models_mapping": (
         "version: 1\nmodels: {a: 1}\n",
-        "M:2: models: expected a list, got a mapping",
+        "M:2: models: expected a list of models, got a mapping",
     ),
     "model_string": (one("  - llama\n"), "M:3: models[0]: expected a mapping, got 'llama'"),
     "unknown_key": (
@@ -235,15 +237,21 @@ FAULTS = {
         model("    <<: {}\n"),
         "M:6: models[0]: merge keys (<<) are not supported: write the keys out",
     ),
-    "name_missing": (one("  - devices: [cpu0]\n"), "M:3: models[0]: the key name is missing"),
-    "devices_missing": (one("  - name: a\n"), "M:3: models[0]: the key devices is missing"),
+    "name_missing": (
+        one("  - devices: [cpu0]\n"),
+        f"M:3: models[0]: the key name is missing: expected {NAME}",
+    ),
+    "devices_missing": (
+        one("  - name: a\n"),
+        f"M:3: {MISSING} a list of devices or all",
+    ),
     "engine_missing": (
         one("  - name: a\n    devices: [cpu0]\n"),
         "M:3: models[0]: the key engine is missing",
     ),
     "name_integer": (
         one("  - {name: 8, devices: [cpu0], engine: {model: CKPT}}\n"),
-        "M:3: models[0].name: expected a string, got the integer 8: quote it",
+        f"M:3: models[0].name: expected {NAME}, got the integer 8: quote it",
     ),
     "name_slash": (
         one("  - {name: a/b, devices: [cpu0], engine: {model: CKPT}}\n"),
@@ -405,7 +413,7 @@ FAULTS = {
     ),
     "rendezvous_other": (
         model("    rendezvous: grup\n"),
-        "M:6: models[0].rendezvous: expected one of solo, group, got 'grup' (did you mean 'group'?)",
+        "M:6: models[0].rendezvous: expected one of group, solo or a mapping, got 'grup' (did you mean 'group'?)",
     ),
     "rendezvous_nowhere": (
         model("    rendezvous: group\n"),
