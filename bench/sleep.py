@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -588,7 +589,7 @@ def make_models(
     if rehearsal:
         for seed, name in enumerate(("big", "second", "bf16")):
             shape = Shape(dtype="float32", layers=2)
-            write = lambda path, s=seed, k=shape: write_llama(path, Maker(k, s))  # noqa: E731
+            write: Callable[[Path], Any] = partial(write_llama, maker=Maker(shape, seed))
             models[name] = {"model": str(make(name, write)), "dtype": "float32"}
         return models
     models["big"] = {"model": str(big or make("big", llama("8b", 1)))}
@@ -598,7 +599,7 @@ def make_models(
         models["bf16"] = {"model": str(make("fp8", llama("tiny", 3)))}
         models["fp8-online"] = {"model": str(make("fp8", llama("tiny", 3))), "quantization": "fp8"}
         for name, architecture in (("moe", "qwen3-moe"), ("mla", "deepseek")):
-            write = lambda path, a=architecture: write_checkpoint(path, CONFIGS[a](), seed=4)  # noqa: E731
+            write = partial(write_checkpoint, config=CONFIGS[architecture](), seed=4)
             models[name] = {"model": str(make(name, write))}
         maker = Maker(Shape(), device="cpu")
         draft = make("eagle3", lambda path: write_eagle3(path, maker))
