@@ -249,8 +249,10 @@ class Reconciler:
             stale = await self._find_stale([self._wanted[n] for n in due if n in self._wanted])
             todo: list[Wanted] = []
             for name in due:
-                want = self._wanted.get(name)
-                if want is None or is_current(want, self._caches, stale):
+                want, cache = self._wanted.get(name), self._caches.get(name)
+                # Dropped while we looked.
+                dropped = cache is not None and cache.state == "released"
+                if want is None or dropped or is_current(want, self._caches, stale):
                     self.retries.settled(name)
                 else:
                     self._queue(want)
