@@ -21,12 +21,13 @@ from weightcached.config.located_yaml import Value, read
 from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
 from weightcached.config.rendezvous import parse as parse_rendezvous
+from weightcached.config.snapshots import SnapshotSpec, parse_snapshots
 from weightcached.errors import DeviceError, ManifestError
 from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
 ALL = "all"
-ROOT_KEYS = ("version", "models")
+ROOT_KEYS = ("version", "models", "snapshots")
 MODEL_KEYS = ("name", "devices", "engine", "python", "rendezvous", "identity")
 IDENTITY = ("full", "sampled")
 LAYOUT_KEYS = SIZES
@@ -86,6 +87,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     models: list[ModelSpec]
+    snapshots: SnapshotSpec | None = None
 
     def on(self, device: str) -> list[ModelSpec]:
         """The models placed on `device`, in manifest order."""
@@ -102,7 +104,11 @@ def load_manifest(path: Path) -> Manifest:
     entries = keys["models"].items()
     if not entries:
         keys["models"].fail("the list is empty: expected at least one model")
-    return Manifest(path=path, models=_models(entries))
+    return Manifest(
+        path=path,
+        models=_models(entries),
+        snapshots=parse_snapshots(keys["snapshots"]) if "snapshots" in keys else None,
+    )
 
 
 def _check_version(root: Value, version: Value | None) -> None:

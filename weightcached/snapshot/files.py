@@ -1,6 +1,6 @@
 """A snapshot: the tensor index and the segments of one generation, as files.
 
-    <snapshots>/                            0700, the user's; see default_directory()
+    <snapshots>/                            0700, the user's; see config/snapshots.py
         <DEVICE>/
             <model>.<role>/
                 <digest of the index>/      renamed into place once it is complete and synced
@@ -119,19 +119,6 @@ class Snapshot:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def default_directory() -> Path:
-    """$XDG_CACHE_HOME/weightcached/snapshots, else ~/.cache/weightcached/snapshots. Raises
-    SnapshotError without either.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):
-        raise SnapshotError(
-            "no directory for snapshots: neither XDG_CACHE_HOME nor HOME names one; "
-            "set snapshots: {dir: …} in the manifest"
-        )
-    return Path(base, "weightcached", "snapshots")
 
 
 def cache_directory(root: Path, device: str, cache: str) -> Path:
