@@ -94,6 +94,7 @@ def main() -> None:
     from weightcached.daemon.caches import Cache
     from weightcached.daemon.endpoint import Endpoint
     from weightcached.daemon.reconcile import Reconciler
+    from weightcached.system.notify import StoreConnection
 
     _before(daemon, "_raise_descriptor_limit", "lock")
     _before(fdstore, "adopt", "adopt")
@@ -102,7 +103,7 @@ def main() -> None:
     _before(reconcile, "load_manifest", "manifest")
     # Each of these has its first descriptor on its way when it waits: the set in the store is cut
     # short.
-    _after(fdstore, "_send", "store")
+    _after(StoreConnection, "_send", "store")
     _before(Reconciler, "_publish", "publish")
     _before(Cache, "publish", "stored")
     _before(daemon, "shake_hands", "handshake")

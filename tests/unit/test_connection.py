@@ -141,7 +141,7 @@ def test_peer_whose_user_cannot_be_read_is_refused(
 
     with StubDaemon(path):
         monkeypatch.setattr(socket, "socket", Blind)
-        text = "cannot tell who listens on DIR/cpu0.sock: unpack requires a buffer of 12 bytes; refusing to talk to it"
+        text = "cannot tell who listens on DIR/cpu0.sock: SO_PEERCRED gave 0 bytes; refusing to talk to it"
         assert refused(path, RuntimePathError) == text
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from weightcached.daemon.caches import Cache
-from weightcached.daemon.notify import Notifier, describe, watchdog_period_s
+from weightcached.daemon.notify import Notifier, describe
+from weightcached.system.notify import watchdog_period_s
 
 GIB = 2**30
 

@@ -16,17 +16,16 @@ from tests.fakes.checkpoints import key_of, write_checkpoint
 from weightcached.daemon.fdstore import (
     Expected,
     FdStore,
-    Stored,
     StoreError,
     adopt,
     current_driver,
-    inherited,
 )
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import LoadReport, SegmentRecord, TensorIndex
 from weightcached.segments.cuda import CudaBackend
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, sealed_memfd
+from weightcached.system.notify import Stored, inherited
 
 BOOT = "5e9f1c7a-0000-4000-8000-000000000001"
 EXPECTED = Expected("cpu0", BOOT, None)

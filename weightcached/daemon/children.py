@@ -22,6 +22,7 @@ from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon.logs import printable
 from weightcached.errors import CheckpointError
 from weightcached.system.fds import OwnedFd, sealed_memfd
+from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import is_host_device
 from weightcached.system.waits import readable
 
@@ -34,15 +35,6 @@ _READ_BYTES = 64 * 1024
 _LINE_BYTES = 4096
 # A digest's answer is a few hundred bytes for each file of the checkpoint.
 _CAPTURE_BYTES = 8 * 1024 * 1024
-# What systemd gave to the daemon alone; a child that used it would speak in the daemon's name.
-_NOT_FOR_CHILDREN = (
-    "NOTIFY_SOCKET",
-    "LISTEN_FDS",
-    "LISTEN_PID",
-    "LISTEN_FDNAMES",
-    "WATCHDOG_USEC",
-    "WATCHDOG_PID",
-)
 
 
 class Child:
@@ -217,7 +209,7 @@ def environment_of(program: str, device: str | None = None) -> dict[str, str]:
     other is visible.
     """
     environment = {
-        name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN
+        name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS
     }
     directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
     if os.path.isabs(directory) and directory not in searched.split(os.pathsep):

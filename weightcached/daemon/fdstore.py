@@ -9,15 +9,10 @@ sd_listen_fds(3).
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
 import logging
-import os
 import re
-import select
-import socket
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from weightcached.daemon.caches import Generation
@@ -27,13 +22,13 @@ from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
-from weightcached.system.notify import LISTEN_FDS_START
+from weightcached.system.notify import StoreConnection, Stored
 from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)
 
 # The manager answers in microseconds; when it is stopped or far behind we go on and say so.
-_BARRIER_TIMEOUT_S = 30.0
+_MANAGER_TIMEOUT_S = 30.0
 _INDEX = "index"
 _NAME = re.compile(r"wc1\.([0-9a-f]{40})\.(index|0|[1-9][0-9]{0,5})")
 
@@ -52,21 +47,15 @@ class FdStore:
     def __init__(self, notify_socket: str | None) -> None:
         self._address = notify_socket
 
-    @property
-    def available(self) -> bool:
-        return self._address is not None
-
     def put(self, generation: Generation) -> None:
         """Store all descriptors of a generation; returns once the manager has taken them. Raises
         StoreError.
         """
         tag = _tag(generation.index_digest)
-        with self._connected() as sock, generation.handout() as fds:
+        with self._connection() as manager, generation.handout() as fds:
             for place, fd in zip([_INDEX, *map(str, range(len(fds) - 1))], fds, strict=True):
-                # FDPOLL=0: the manager would otherwise watch the descriptor and drop it on POLLHUP
-                # or POLLERR.
-                _send(sock, f"FDSTORE=1\nFDNAME={tag}.{place}\nFDPOLL=0", fd.fileno())
-            _barrier(sock)
+                manager.store(f"{tag}.{place}", fd)
+            manager.barrier()
 
     def remove(self, generation: Generation) -> None:
         """Take a generation out. Raises StoreError."""
@@ -80,77 +69,24 @@ class FdStore:
         """Take descriptors out by name; returns once the manager has closed them. Raises
         StoreError.
         """
-        with self._connected() as sock:
+        with self._connection() as manager:
             for name in names:
-                _send(sock, f"FDSTOREREMOVE=1\nFDNAME={name}")
+                manager.remove(name)
             # Once we say that something was freed, it has been.
-            _barrier(sock)
+            manager.barrier()
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[socket.socket | None]:
-        if self._address is None:
-            yield None
-            return
-        # "@" stands for the zero byte of an abstract socket.
-        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+    def _connection(self) -> Iterator[StoreConnection]:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-                sock.settimeout(_BARRIER_TIMEOUT_S)
-                sock.connect(address)
-                yield sock
+            with StoreConnection(self._address, timeout_s=_MANAGER_TIMEOUT_S) as manager:
+                yield manager
         except OSError as e:
             raise StoreError(
                 f"the service manager's socket {self._address}: {e.strerror or e}"
             ) from e
 
 
-def _send(sock: socket.socket | None, state: str, fd: int | None = None) -> None:
-    if sock is None:
-        return
-    ancillary = (
-        [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-    )
-    sock.sendmsg([state.encode()], ancillary, socket.MSG_NOSIGNAL)
-
-
-def _barrier(sock: socket.socket | None) -> None:
-    """Return once the manager has worked through everything sent so far: it then closes its end of
-    a pipe.
-    """
-    if sock is None:
-        return
-    reader, writer = map(OwnedFd, os.pipe2(os.O_CLOEXEC))
-    with reader:
-        with writer:
-            _send(sock, "BARRIER=1", writer.fileno())
-        poll = select.poll()
-        poll.register(reader.fileno(), select.POLLHUP)
-        if not poll.poll(_BARRIER_TIMEOUT_S * 1000):
-            raise TimeoutError(f"no answer for {_BARRIER_TIMEOUT_S:.0f} s")
-
-
 # ---- adoption
-
-
-class Stored(NamedTuple):
-    """A descriptor as the manager passed it, under its name in the store."""
-
-    name: str
-    fd: OwnedFd
-
-
-def inherited(environ: MutableMapping[str, str]) -> list[Stored]:
-    """The descriptors that the manager passed to this very process; the variables are removed."""
-    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
-    names = environ.pop("LISTEN_FDNAMES", "").split(":")
-    if pid != str(os.getpid()) or not count.isdecimal():
-        return []
-    stored = []
-    for number in range(int(count)):
-        fd = LISTEN_FDS_START + number
-        fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-        stored.append(Stored(names[number] if number < len(names) else "", OwnedFd(fd)))
-    return stored
 
 
 class Expected(NamedTuple):

@@ -29,7 +29,7 @@ from weightcached.daemon.fairness import Queues
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
-from weightcached.daemon.notify import Notifier, watchdog_period_s
+from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
@@ -41,6 +41,7 @@ from weightcached.errors import (
     ManifestError,
     RuntimePathError,
 )
+from weightcached.system.notify import inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir
 from weightcached.wire import resident
 from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
@@ -101,7 +102,7 @@ def _raise_descriptor_limit() -> None:
 def _adopt(device: str, store: fdstore.FdStore) -> list[Generation]:
     """Take back what the manager kept for us, before anything can fail for another reason."""
     expected = fdstore.Expected(device, boot_id(), fdstore.current_driver(device))
-    generations = fdstore.adopt(fdstore.inherited(os.environ), expected, store.remove_names)
+    generations = fdstore.adopt(inherited(os.environ), expected, store.remove_names)
     for g in generations:
         log.info(
             "adopted cache=%s generation=%d segments=%d bytes=%d",

@@ -7,25 +7,17 @@ Descriptors go to the manager through fdstore.py.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Mapping
 
 import sdnotify
 
 from weightcached.daemon.caches import Cache, LoadProgress
+from weightcached.system.notify import status_line
 
-# systemd passes over a datagram of more than 4096 bytes, whatever else is in it.
-_STATUS_CHARS = 3500
 # Start-up may take an hour and shows it; one status line a second within a phase is enough for
 # that.
 _PROGRESS_PERIOD_S = 1.0
 _MANAGER_TIMEOUT_S = 30.0
-
-
-def _plain(text: str) -> str:
-    """One ASCII line, which is what the protocol takes, and not too long for it."""
-    return " ".join(text.split()).encode("ascii", "replace").decode()[:_STATUS_CHARS]
 
 
 class Notifier:
@@ -49,7 +41,7 @@ class Notifier:
         self._phase = ("", "")
 
     async def ready(self, status: str) -> None:
-        await self._say(f"READY=1\nSTATUS={_plain(status)}")
+        await self._say(f"READY=1\n{status_line(status)}")
 
     async def reloading(self) -> None:
         await self._say(
@@ -60,7 +52,7 @@ class Notifier:
         await self._say("STOPPING=1")
 
     def status(self, text: str) -> None:
-        self._hasty.notify(f"STATUS={_plain(text)}")
+        self._hasty.notify(status_line(text))
 
     def alive(self) -> None:
         self._hasty.notify("WATCHDOG=1")
@@ -75,7 +67,7 @@ class Notifier:
             self._phase = phase
             self._next_progress_s = now_s + _PROGRESS_PERIOD_S
             self._hasty.notify(
-                f"EXTEND_TIMEOUT_USEC={self._extend_usec}\nSTATUS={_plain('loading ' + describe(cache.name, load))}"
+                f"EXTEND_TIMEOUT_USEC={self._extend_usec}\n{status_line('loading ' + describe(cache.name, load))}"
             )
 
     def close(self) -> None:
@@ -94,13 +86,3 @@ def describe(name: str, load: LoadProgress) -> str:
         text += f" {load.done_bytes / 2**30:.1f} of {load.total_bytes / 2**30:.1f} GiB"
     eta_s = load.eta_s()
     return text if eta_s is None else f"{text}, {eta_s:.0f} s left"
-
-
-def watchdog_period_s(environ: Mapping[str, str]) -> float | None:
-    """How often to call alive(): half of what the manager allows this very process, None where it
-    does not watch.
-    """
-    usec, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", str(os.getpid()))
-    if not usec.isdecimal() or int(usec) == 0 or pid != str(os.getpid()):
-        return None
-    return int(usec) / 2_000_000

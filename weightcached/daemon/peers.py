@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 
 from weightcached.system.fds import OwnedFd
-
-_UCRED = struct.Struct("3i")
-# Linux 6.5; not in the socket module. Free of the race between reading a pid and opening it.
-_SO_PEERPIDFD = 77
+from weightcached.system.process import peer_credentials, peer_pidfd
 
 
 class PeerRefusedError(Exception):
@@ -28,7 +24,7 @@ class Peer:
 
     def follow(self, sock: socket.socket) -> None:
         """Open the pidfd that tells of its death, where there is one to be had."""
-        self.pidfd = _pidfd(sock, self.pid)
+        self.pidfd = peer_pidfd(sock, self.pid)
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -38,10 +34,8 @@ class Peer:
 def identify(sock: socket.socket) -> Peer:
     """The peer of a connected socket. Raises PeerRefusedError unless it runs as our own user."""
     try:
-        pid, uid, _ = _UCRED.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        )
-    except (OSError, struct.error) as e:
+        pid, uid, _ = peer_credentials(sock)
+    except OSError as e:
         raise PeerRefusedError(
             f"the user behind this connection cannot be read ({e}): it is refused"
         ) from e
@@ -50,15 +44,3 @@ def identify(sock: socket.socket) -> Peer:
             f"uid {uid} may not use this daemon, it serves uid {os.getuid()} alone: run the engine as that user"
         )
     return Peer(pid)
-
-
-def _pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
-    try:
-        return OwnedFd(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
-    except OSError:
-        pass
-    try:
-        return OwnedFd(os.pidfd_open(pid)) if pid > 0 else None
-    except OSError:
-        # Gone already, or not ours to see: the connection alone tells how long it lives.
-        return None

@@ -41,6 +41,7 @@ from weightcached.preload.notify_server import NotifyServer
 from weightcached.preload.spawn import Process, spawn
 from weightcached.system.fds import OwnedFd
 from weightcached.system.gpus import list_gpus, visible_gpus
+from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import create_runtime_dir, runtime_dir, socket_path
 from weightcached.system.process import signal_name
 
@@ -51,14 +52,6 @@ STOP_TIMEOUT_S = 30.0
 MAX_DEATHS = 10
 DEATHS_WINDOW_S = 1800.0
 RESTART_S = 0.2
-_NOT_FOR_CHILDREN = (
-    "LISTEN_FDS",
-    "LISTEN_PID",
-    "LISTEN_FDNAMES",
-    "WATCHDOG_USEC",
-    "WATCHDOG_PID",
-    "NOTIFY_SOCKET",
-)
 _DEFAULT_MASTER_PORT = 29501
 
 
@@ -370,7 +363,7 @@ class Command:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_CHILDREN}
+    return {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
 
 
 def _exit_status(status: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from weightcached.errors import RuntimePathError
 from weightcached.system.fds import OwnedFd, close_all
+from weightcached.system.notify import fields_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class NotifyServer:
             self._take(data.decode(errors="replace"), [OwnedFd(fd) for fd in fds])
 
     def _take(self, state: str, fds: list[OwnedFd]) -> None:
-        fields = dict(line.partition("=")[::2] for line in state.splitlines())
+        fields = fields_of(state)
         name = fields.get("FDNAME", "")
         if (
             "FDSTORE" in fields

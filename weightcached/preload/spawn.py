@@ -8,7 +8,6 @@ the fork.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
@@ -17,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from weightcached.system.fds import OwnedFd
-from weightcached.system.notify import LISTEN_FDS_START
+from weightcached.system.notify import LISTEN_FDS_START, listen_variables
+from weightcached.system.process import ParentDeath
 from weightcached.system.waits import readable
 
-_PR_SET_PDEATHSIG = 1
 _NOT_STARTED = 127
 # Signals that an event loop handles or Python ignores; a new program needs the default.
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
@@ -65,7 +64,7 @@ def spawn(
     """
     held = listen or {}
     parent = os.getpid()
-    libc = ctypes.CDLL(None)
+    parent_death = ParentDeath()
     # Above the numbers that they will have, so that moving one does not overwrite another.
     moved = [
         fcntl.fcntl(fd.fileno(), fcntl.F_DUPFD_CLOEXEC, LISTEN_FDS_START + len(held))
@@ -75,7 +74,7 @@ def spawn(
     try:
         pid = os.fork()
         if pid == 0:
-            _become(command, env, list(held), moved, stdout, parent, libc, blocked)
+            _become(command, env, list(held), moved, stdout, parent, parent_death, blocked)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for fd in moved:
@@ -90,14 +89,13 @@ def _become(
     fds: list[int],
     stdout: int,
     parent: int,
-    libc: ctypes.CDLL,
+    parent_death: ParentDeath,
     mask: set[signal.Signals] | set[int],
 ) -> NoReturn:
     try:
         # Ctrl-C is for us: we stop our children in order.
         os.setsid()
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        if not parent_death.follow(parent):
             os._exit(_NOT_STARTED)
         # The loop's wake-up socket is shared with the parent until exec.
         signal.set_wakeup_fd(-1)
@@ -108,12 +106,7 @@ def _become(
             os.dup2(stdout, 1)
         for place, fd in enumerate(fds, LISTEN_FDS_START):
             os.dup2(fd, place)
-        told = {
-            "LISTEN_PID": str(os.getpid()),
-            "LISTEN_FDS": str(len(fds)),
-            "LISTEN_FDNAMES": ":".join(names),
-        }
-        os.execve(command[0], list(command), {**env, **(told if fds else {})})
+        os.execve(command[0], list(command), {**env, **listen_variables(names)})
     except BaseException as e:
         sys.stderr.write(f"{command[0]} cannot be started: {e}\n")
         sys.stderr.flush()

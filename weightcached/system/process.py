@@ -5,8 +5,48 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
+import struct
+from typing import NamedTuple
+
+from weightcached.system.fds import OwnedFd
 
 _PR_SET_PDEATHSIG = 1
+# struct ucred of unix(7): pid_t is signed, uid_t and gid_t are not. A uid of 2³¹ and more, as user
+# namespaces and directory services give, would come out negative and equal nobody's.
+_UCRED = struct.Struct("=iII")
+# Linux 6.5; not in the socket module. Free of the race between reading a pid and opening it.
+_SO_PEERPIDFD = 77
+
+
+class Credentials(NamedTuple):
+    """Of a peer, when it connected. `pid` is 0 if it lives in a pid namespace that we cannot see."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_credentials(sock: socket.socket) -> Credentials:
+    """Who is at the other end of a connected Unix socket. Raises OSError."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    if len(data) != _UCRED.size:
+        raise OSError(f"SO_PEERCRED gave {len(data)} bytes")
+    return Credentials._make(_UCRED.unpack(data))
+
+
+def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
+    """A pidfd of the process at the other end, whose number is `pid`; None if there is none to be
+    had: it is gone already, or not ours to see.
+    """
+    try:
+        return OwnedFd(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+    except OSError:
+        pass
+    try:
+        return OwnedFd(os.pidfd_open(pid)) if pid > 0 else None
+    except OSError:
+        return None
 
 
 def signal_name(number: int) -> str:
@@ -17,11 +57,27 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+class ParentDeath:
+    """The kernel kills this process when its parent ends.
+
+    To be made before a fork and used in the child: after the fork of a process that has threads,
+    loading a library could wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+
+    def follow(self, parent: int) -> bool:
+        """Die with the parent from now on. False if `parent` is gone already, and nobody would
+        notice.
+        """
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return os.getppid() == parent
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies; ends it if the parent is gone."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not ParentDeath().follow(os.getppid()):
         os._exit(1)
 
 

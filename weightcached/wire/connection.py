@@ -25,6 +25,7 @@ from weightcached.errors import (
 )
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.paths import check_socket
+from weightcached.system.process import peer_credentials
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet, send_packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -39,8 +40,6 @@ from weightcached.wire.messages import (
 )
 
 Purpose = Literal["engine", "ctl", "self"]
-# struct ucred: pid, uid, gid (unix(7)).
-_UCRED = struct.Struct("iII")
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -237,10 +236,8 @@ def _connect_error(path: Path, timeout_s: float, e: OSError) -> WeightCacheUnava
 
 def _check_peer(sock: socket.socket, path: Path) -> None:
     try:
-        _, uid, _ = _UCRED.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        )
-    except (OSError, struct.error) as e:
+        uid = peer_credentials(sock).uid
+    except OSError as e:
         raise RuntimePathError(
             f"cannot tell who listens on {path}: {e}; refusing to talk to it"
         ) from e
