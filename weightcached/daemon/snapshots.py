@@ -8,7 +8,6 @@ with costs a line in the log, and the weights are loaded.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 from collections.abc import Awaitable, Callable

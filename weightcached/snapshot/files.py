@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from weightcached.errors import IndexFormatError, SnapshotError
@@ -110,6 +111,29 @@ class Snapshot:
             self.header.chunks,
             strict=True,
         )
+
+    def read(self, chunk: Chunk, digest: bytes, window: memoryview) -> None:
+        """Fill the window, of the chunk's size, and check the digest. Raises SnapshotError."""
+        data, got = self.path / "data", 0
+        while got < chunk.nbytes:
+            try:
+                read = os.preadv(self.data.fileno(), [window[got:]], chunk.position + got)
+            except OSError as e:
+                raise SnapshotError(f"cannot read {data}: {e.strerror}") from e
+            if not read:
+                raise SnapshotError(f"{data} became shorter while it was read")
+            got += read
+        if xxhash.xxh3_128_digest(window) != digest:
+            raise SnapshotError(
+                f"{data}: the {chunk.nbytes} bytes at {chunk.position} do not have the digest in the "
+                "header: the file was changed, or the disk fails; 'weightcachectl snapshot rm' removes it"
+            )
+
+    def verify(self) -> None:
+        """Read every chunk. Raises SnapshotError for the first that is wrong."""
+        window = memoryview(bytearray(self.header.chunk_nbytes))
+        for chunk, digest in self.chunks():
+            self.read(chunk, digest, window[: chunk.nbytes])
 
     def close(self) -> None:
         self.data.close()
@@ -201,6 +225,14 @@ def list_snapshots(root: Path, device: str, cache: str) -> list[Path]:
                 with suppress(OSError):
                     found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def all_snapshots(root: Path) -> list[tuple[str, str, Path]]:
+    """(device, directory of the cache, path) of every complete snapshot."""
+    return [
+        (data.parts[-4], data.parts[-3], data.parent)
+        for data in sorted(root.glob("*/*/[0-9a-f]*/data"))
+    ]
 
 
 def make_private(directory: Path) -> None:

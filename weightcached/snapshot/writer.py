@@ -27,6 +27,7 @@ from weightcached.segments.api import Mapping, open_backend
 from weightcached.snapshot.files import (
     CHUNK_NBYTES,
     SnapshotHeader,
+    all_snapshots,
     cache_directory,
     chunks_of,
     encode_header,
@@ -129,9 +130,10 @@ def _make_room(root: Path, directory: Path, nbytes: int, job: WriterJob) -> None
 
 def _all_snapshots(root: Path) -> Iterator[tuple[float, int, Path]]:
     """(time of last use, bytes, path) of every snapshot."""
-    for data in root.glob("*/*/*/data"):
+    for _, _, path in all_snapshots(root):
         with suppress(OSError):
-            yield data.stat().st_mtime, data.stat().st_size, data.parent
+            info = (path / "data").stat()
+            yield info.st_mtime, info.st_size, path
 
 
 def _free_bytes(directory: Path) -> int:
