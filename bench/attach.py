@@ -80,7 +80,7 @@ class Memory:
 
     @contextlib.contextmanager
     def peak(self) -> Iterator[Callable[[], int]]:
-        """Sample for the time of the block; what it yields returns the peak."""
+        """Sample during the block; yields a function that returns the peak."""
         highest = self.used()
         stop = threading.Event()
 
@@ -157,8 +157,8 @@ def main(
     bench = Bench(model, work, utilization)
     bench.warm_page_cache()
     if warm_up:
-        # What vLLM keeps from a first start, compiled kernels and what it learnt of the model, is
-        # there for all three.
+        # All three find the results of a first start that vLLM keeps: compiled kernels and facts
+        # about the model.
         bench.start("warm-up", "auto").close()
     results: dict[str, Any] = {"machine": machine(), "model": model, "utilization": utilization}
     phases: dict[str, Callable[[], dict[str, Any]]] = {
@@ -173,7 +173,7 @@ def main(
         results[name] = phase()
         results["tokens_equal"] = bench.tokens_equal()
         if json_path:
-            # After each phase: a run that is cut off keeps what it has.
+            # After each phase: a run that is cut off keeps its figures so far.
             json_path.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print_table(results)
     sys.exit(0 if results["tokens_equal"] else 1)
@@ -341,9 +341,7 @@ class Bench:
     def _crash(
         self, unit: harness.Unit, serving: harness.Engine, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Kill the daemon under a serving engine: 200 more requests, the rejoin, the next
-        attach.
-        """
+        """Kill the daemon under a serving engine: 200 requests, the rejoin, the next attach."""
         expected = serving.first["tokens"]
         killed_at, ready_s = unit.kill()
         same = all(serving.again() == expected for _ in range(200 // PROMPTS))

@@ -1,5 +1,4 @@
-"""Quantized weights as the formats store them, and what a checkpoint's configuration says about
-each.
+"""Quantized weights in each format, and the matching entries of a checkpoint's configuration.
 
 Quantized are the projections of attention, feed-forward layers and experts; routers, embeddings and
 the head are not.
@@ -15,7 +14,7 @@ GROUP = 128
 BLOCK = 128
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
-# Covers what comes out of a norm, whose standard deviation is about one.
+# Covers the output of a norm, whose standard deviation is about one.
 _STATIC_INPUT_SCALE = 8.0 / _FP8_MAX
 # Magnitudes of a 4-bit float (e2m1), and the bounds between them.
 _FP4_MAX = 6.0
@@ -42,7 +41,7 @@ def _compressed(
 
 _FLOAT8 = {"num_bits": 8, "type": "float"}
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-# What a checkpoint's config says about each quantization made here.
+# The config entries of each quantization made here.
 QUANTIZATION: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "fp8-block": {
@@ -90,9 +89,7 @@ QUANTIZATION: dict[str, dict[str, Any]] = {
 
 
 def quantization_config(method: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of this configuration says about its quantization; `fp8` knows no patterns,
-    only names.
-    """
+    """The quantization entry of this configuration; `fp8` takes names, not patterns."""
     entry = QUANTIZATION[method]
     if entry["quant_method"] != "fp8":
         return entry
@@ -134,9 +131,7 @@ def quantize(method: str, name: str, value: torch.Tensor) -> Tensors:
 
 
 def quantize_fp8(method: str, prefix: str, value: torch.Tensor) -> Tensors:
-    """float8_e4m3fn with one scale, or one for each output channel; static activations have a scale
-    too.
-    """
+    """float8_e4m3fn with one scale, or one per output channel, and one for static activations."""
     weight = value.float()
     largest = (
         weight.abs().amax(dim=1, keepdim=True)
@@ -151,9 +146,7 @@ def quantize_fp8(method: str, prefix: str, value: torch.Tensor) -> Tensors:
 
 
 def quantize_fp8_block(prefix: str, value: torch.Tensor) -> Tensors:
-    """float8_e4m3fn with one float32 scale for each block of BLOCK x BLOCK; the last ones may be
-    smaller.
-    """
+    """float8_e4m3fn, one float32 scale per block of BLOCK x BLOCK; the last ones may be smaller."""
     out, inputs = value.shape
     rows, columns = -(-out // BLOCK), -(-inputs // BLOCK)
     padded = torch.zeros(rows * BLOCK, columns * BLOCK)
@@ -165,9 +158,7 @@ def quantize_fp8_block(prefix: str, value: torch.Tensor) -> Tensors:
 
 
 def quantize_nvfp4(prefix: str, value: torch.Tensor) -> Tensors:
-    """Pairs of 4-bit floats in a byte; a float8 scale for 16 inputs, and one float32 scale over
-    those.
-    """
+    """Two 4-bit floats in a byte; a float8 scale per 16 inputs, and one float32 scale over those."""
     out, inputs = value.shape
     groups = value.float().reshape(out, inputs // 16, 16)
     largest = groups.abs().amax(dim=2)

@@ -84,9 +84,7 @@ def gpt_oss_tensors(config: Config) -> Tensors:
 
 
 def deepseek_config() -> Config:
-    """Multi-head latent attention with the ranks that the kernels know; one dense layer, one with
-    experts.
-    """
+    """Multi-head latent attention, with ranks that kernels support; a dense layer, then experts."""
     return _COMMON | {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 16,
         "num_key_value_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
@@ -221,9 +219,7 @@ def llava_tensors(config: Config) -> Tensors:
 
 
 def llava_files(config: Config) -> dict[str, Config]:
-    """What the processor of llava_config() needs beside the weights, by file name: a word for each
-    token id.
-    """
+    """Files for the processor of llava_config(), by name: a word for each token id."""
     vision, image = config["vision_config"], config["image_token_index"]
     words = {
         "<image>" if token == image else f"w{token}": token for token in range(config["vocab_size"])

@@ -19,7 +19,7 @@ import click
 import torch
 from safetensors.torch import save_file
 
-# Also as a script, where this file's own directory is what Python looks into.
+# As a script, Python searches this file's own directory only.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.checkpoint_formats import QUANTIZATION, quantization_config, quantize
@@ -61,9 +61,7 @@ def llama_config(
 
 
 def with_experts(config: dict[str, Any], count: int) -> dict[str, Any]:
-    """A Llama configuration as that of a Mixtral with `count` experts in each layer, two of them
-    for each token.
-    """
+    """A Llama configuration turned into a Mixtral: `count` experts per layer, two per token."""
     return config | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -192,7 +190,7 @@ def main() -> None:
 @click.option("--shards", default=1, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option(
-    "--device", default="cpu", show_default=True, help="Where the random values are drawn."
+    "--device", default="cpu", show_default=True, help="Device that draws the random values."
 )
 def llama(
     path: Path, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, dtype: str,

@@ -28,7 +28,7 @@ WORK = ROOT / ".demo"
 
 
 class Round(NamedTuple):
-    """One engine: how it got its weights, what it decoded, and what the daemon read for it."""
+    """One engine: the source of its weights, its tokens, and the bytes that the daemon read for it."""
 
     name: str
     load_seconds: float

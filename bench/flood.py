@@ -3,7 +3,7 @@
     python bench/flood.py --seconds 20 --priority -10
 
 The daemon runs with a clock on its event loop (tests/fakes/lag.py): the processor time of its
-longest turn is its own doing, whatever else the machine is busy with. It and the normal client get
+longest turn does not depend on other work of the machine. It and the normal client get
 `--priority`, the hostile processes do not.
 """
 
@@ -157,9 +157,7 @@ KINDS = (
 
 
 class Figures(NamedTuple):
-    """Times of the normal client in seconds, and the turns of the daemon's loop while it was
-    flooded.
-    """
+    """The normal client's times in seconds, and the turns of the daemon's loop, during a flood."""
 
     status_s: list[float]
     attach_s: list[float]
@@ -188,9 +186,7 @@ class Figures(NamedTuple):
 
 
 def measure(kinds: list[str], seconds: float, *, priority: int) -> Figures:
-    """One flood by the hostile processes `kinds`. `priority` is the nice value of daemon and normal
-    client.
-    """
+    """One flood by the hostile processes `kinds`. priority: nice value of daemon and normal client."""
     directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
     checkpoint = write_checkpoint(directory / "checkpoint", nbytes=64 * 1024)
     daemon = DaemonProcess(directory, [model("tiny", checkpoint)])

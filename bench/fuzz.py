@@ -5,9 +5,9 @@
 
 Inputs: random bytes, random msgpack, valid messages with wild values, valid messages mutated, all
 of them with and without descriptors, as first message and later. Fails when the daemon ends,
-answers later than ANSWER_DEADLINE_S, closes without an answer, or keeps memory or descriptors. What
-a message legitimately destroys (a reload, a drop, a release after an attach that fits) is not sent:
-the normal client needs its weights.
+answers later than ANSWER_DEADLINE_S, closes without an answer, or keeps memory or descriptors.
+Messages that free weights (a reload, a drop, a release after an attach that fits) are not sent: the
+normal client needs its weights.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CACHE = "tiny/target"
 
 
 class Inputs:
-    """A seeded stream of inputs: bytes, and what descriptors travel with them."""
+    """A seeded stream of inputs: bytes, and the descriptors to send with them."""
 
     def __init__(self, seed: int, key: WeightCacheKey) -> None:
         self.random = random.Random(seed)
@@ -113,9 +113,7 @@ class Inputs:
         return encode(self.random.choice(self._valid))
 
     def _wild(self) -> bytes:
-        """A valid message in which some fields, at any depth, have other values or types, or are
-        gone or doubled.
-        """
+        """A valid message with some fields changed, removed or doubled, at any depth."""
         tree = json.loads(json.dumps(self.random.choice(self._maps)))
         for _ in range(self.random.randrange(1, 4)):
             self._change(tree)
@@ -291,7 +289,7 @@ class Peer:
 
 
 def fuzz(path: Path, checkpoint: Path, seed: int, count: int, result: Any) -> None:
-    """One worker. Puts its figures, or what went wrong, into `result`."""
+    """One worker. Puts its figures, or its error, into `result`."""
     inputs = Inputs(seed, key_of({"model": str(checkpoint)}))
     peer = Peer(path)
     data = b""
@@ -315,9 +313,7 @@ def fuzz(path: Path, checkpoint: Path, seed: int, count: int, result: Any) -> No
 
 
 def probe(path: Path, checkpoint: Path, stop: Event, result: Any) -> None:
-    """Status and attach, again and again, each on a connection of its own; puts the times in
-    seconds.
-    """
+    """Repeat status and attach, each on a connection of its own; collect the times in seconds."""
     key = key_of({"model": str(checkpoint)})
     status: list[float] = []
     attach: list[float] = []
@@ -344,9 +340,7 @@ def probe(path: Path, checkpoint: Path, stop: Event, result: Any) -> None:
 
 
 def stolen_s() -> float:
-    """Processor time that a virtual machine's host kept from it since boot, of all cores, in steps
-    of 0.01 s.
-    """
+    """Processor time of all cores that the host kept from this machine since boot, in 0.01 s."""
     ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]
     return int(ticks) / os.sysconf("SC_CLK_TCK")
 
@@ -371,7 +365,7 @@ def summary(times_s: list[float], limit_s: float) -> dict[str, Any]:
 
 
 class Run:
-    """A daemon, its normal client, and what it held before and after."""
+    """A daemon, its normal client, and its memory and descriptors before and after."""
 
     def __init__(self, directory: Path, priority: int) -> None:
         self.checkpoint = write_checkpoint(directory / "checkpoint", nbytes=64 * 1024)
@@ -459,7 +453,7 @@ def run_workers(run: Run, inputs: int, workers: int, seed: int) -> int:
     result: Any = multiprocessing.SimpleQueue()
     kinds: Counter[str] = Counter()
     slowest_s, early_kib, faults = 0.0, 0, []
-    # Two rounds: what is held after the first tenth is the base line of the second.
+    # Two rounds: memory and descriptors after the first tenth are the base line of the second.
     for round_number, share in enumerate((inputs // 10, inputs - inputs // 10)):
         seeds = [seed * 1000 + round_number * 100 + n for n in range(workers)]
         arguments = [

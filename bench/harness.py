@@ -1,6 +1,4 @@
-"""What demo and benchmarks share: a unit of their own under a user manager, engines in processes of
-their own.
-"""
+"""Shared by demo and benchmarks: a unit under a user manager, engines in their own processes."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def systemctl(*arguments: str, timeout_s: float = 60.0) -> str:
 
 
 class Unit:
-    """The product's unit under a name of its own, in the runtime directory, with its own manifest
-    and sockets.
-    """
+    """The product's unit under its own name, in the runtime directory, with manifest and sockets."""
 
     def __init__(self, device: str, work: Path) -> None:
         self.device = device
@@ -133,9 +129,7 @@ class Unit:
         return int(systemctl("show", "--value", "-p", "MainPID", self.name))
 
     def kill(self) -> tuple[float, float]:
-        """SIGKILL the daemon; returns (time of the kill in epoch seconds, seconds until the caches
-        are ready again).
-        """
+        """SIGKILL the daemon; returns (epoch seconds of the kill, seconds until it is ready again)."""
         pid = self.pid
         killed_at = time.time()
         os.kill(pid, signal.SIGKILL)
@@ -171,17 +165,13 @@ class Unit:
         )
 
     def bytes_read_since(self, since: float) -> int:
-        """Checkpoint bytes that the loader counted for what is served, if it loaded after `since`
-        (epoch seconds).
-        """
+        """Checkpoint bytes that loaders read for the served caches since `since` (epoch seconds)."""
         load = self.index().load
         return load.checkpoint_bytes if load.finished_at > since else 0
 
 
 class Engine:
-    """bench/generate.py --serve as a process. `first` is its first answer: tokens, loads,
-    start_seconds, kv_blocks.
-    """
+    """bench/generate.py --serve as a process. first: its first answer, with tokens and times."""
 
     def __init__(
         self, model: str, load_format: str, engine: Mapping[str, Any], log: Path, *, prompts: int = 4, tokens: int = 32,
@@ -214,9 +204,7 @@ class Engine:
 
     @property
     def load_seconds(self) -> float:
-        """Load phase of the slowest worker: the memory query before it included, where a loader
-        asks somebody.
-        """
+        """Load phase of the slowest worker, including the memory query before it."""
         return max(float(load["load_seconds"]) for load in self.first["loads"])
 
     @property
@@ -225,9 +213,7 @@ class Engine:
 
     @property
     def worker_seconds(self) -> float:
-        """The worker's whole load_model(), as vLLM's own log line "Model loading took" has it; 0
-        where not measured.
-        """
+        """The worker's whole load_model(), as vLLM's line "Model loading took"; 0 if unknown."""
         return max(float(load.get("worker_seconds", 0.0)) for load in self.first["loads"])
 
     def again(self) -> Any:

@@ -1,4 +1,4 @@
-"""What each rung of the checkpoint identity costs on this machine: the figures of docs/identity.md.
+"""The cost of each rung of the checkpoint identity on this machine: figures of docs/identity.md.
 
     python bench/identity.py [--directory DIR] [--gib 2] [--shards 200] [--json FILE]
 
@@ -121,7 +121,7 @@ def measure_shards(directory: Path, *, shards: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print a table, and write the figures as JSON where asked."""
+    """Measure, print a table, and write the figures as JSON if asked."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,7 @@
-"""Draw the picture of the README: run a command on a terminal of its own, and keep what it showed as an SVG.
+"""Draw the picture of the README: run a command on a terminal of its own, and keep its output as an
+SVG.
 
-    python bench/picture.py                                  # the demo, on whatever this machine has
+    python bench/picture.py                                  # the demo, on a GPU if there is one
     python bench/picture.py -- python bench/demo.py --hidden 4096 --layers 32
     python bench/picture.py --from docs/demo.txt             # the same recording, drawn again
 

@@ -11,6 +11,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -36,6 +37,7 @@ from weightcached.wire.messages import (
     Loading,
     Mismatch,
     NeedDigest,
+    Parked,
     Ready,
     Refused,
     Rejoin,
@@ -43,6 +45,7 @@ from weightcached.wire.messages import (
     Release,
     Released,
     Reply,
+    Unmap,
 )
 
 log = logging.getLogger("vllm.weightcached")
@@ -59,6 +62,7 @@ _PHASES_WITHOUT_BYTES = ("queued", "digest", "tuning")
 # A daemon that is restarted listens again after some tenths of a second.
 _COMING_POLL_S = 0.1
 _REJOIN_FIRST_S = 0.2
+_DAEMON_AWAY = frozenset({"no-daemon", "connection-lost"})
 _REJOIN_MAX_S = 2.0
 # A lease that is closed while it connects and asks may take two deadlines to notice.
 _JOIN_S = 3 * _REJOIN_MAX_S
@@ -117,6 +121,20 @@ def attach(
     except BaseException:
         connection.close()
         raise
+
+
+def patiently(attach: Callable[[], Attachment]) -> Attachment:
+    """Attach, trying again for half a minute while no daemon answers: a unit that died is started
+    again. Raises the last reason.
+    """
+    deadline_s = time.monotonic() + _SILENCE_S
+    while True:
+        try:
+            return attach()
+        except WeightCacheUnavailableError as e:
+            if e.code not in _DAEMON_AWAY or time.monotonic() >= deadline_s:
+                raise
+        time.sleep(_REJOIN_FIRST_S)
 
 
 def _connect(path: Path, timeout_s: float, *, patient: bool) -> Connection:
@@ -283,13 +301,23 @@ class LeaseKeeper:
     thread of its own.
 
     The mapped weights need neither: this is so that `weightcachectl status` shows the engine and
-    that the daemon knows whom a drop would concern.
+    that the daemon knows whom a drop would concern. While the engine sleeps the daemon may ask for
+    the room: `on_unmap`, called in that thread, unmaps and says whether it did; the lease ends then.
     """
 
-    def __init__(self, connection: Connection, path: Path, ready: Ready) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        path: Path,
+        ready: Ready,
+        *,
+        on_unmap: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._connection = connection
         self._path = path
         self._ready = ready
+        self._on_unmap = on_unmap
+        self._parked = self._parked_there = False
         self._stop = threading.Event()
         # Wakes the thread: closing a socket that another thread polls would neither wake that one
         # nor end the lease.
@@ -300,14 +328,24 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._run, name="weightcached-lease", daemon=True)
         self._thread.start()
 
+    def park(self, parked: bool) -> None:
+        """Let the daemon know that the engine sleeps, or has woken. Waits for nothing."""
+        self._parked = parked
+        self._wake_thread()
+
     def close(self) -> None:
         """Give the lease back and end the thread; may be called twice."""
         self._stop.set()
-        if not self._wake.closed:
-            os.eventfd_write(self._wake.fileno(), 1)
+        self._wake_thread()
+        if self._thread is threading.current_thread():
+            return
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
             self._wake.close()
+
+    def _wake_thread(self) -> None:
+        if not self._wake.closed:
+            os.eventfd_write(self._wake.fileno(), 1)
 
     def _run(self) -> None:
         try:
@@ -317,7 +355,7 @@ class LeaseKeeper:
             self._connection.close()
 
     def _keep(self) -> None:
-        while self._wait_for_end():
+        while self._attend():
             self.connected.clear()
             log.warning(
                 "the daemon of %s is gone; the engine goes on with the weights it has mapped",
@@ -332,13 +370,46 @@ class LeaseKeeper:
                 self._ready.generation,
             )
 
-    def _wait_for_end(self) -> bool:
-        """Wait until the daemon hangs up; False once the lease is closed."""
+    def _attend(self) -> bool:
+        """Say what the daemon should know and hear what it asks; True once it has hung up, False
+        once the lease is over.
+        """
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLIN | select.POLLRDHUP)
         poll.register(self._wake.fileno(), select.POLLIN)
-        poll.poll()
-        return not self._stop.is_set()
+        while not self._stop.is_set():
+            try:
+                self._say_parked()
+                ready = dict(poll.poll())
+                if self._wake.fileno() in ready:
+                    os.eventfd_read(self._wake.fileno())
+                if self._connection.fileno() in ready and self._unmaps():
+                    return False
+            except WeightcachedError as e:
+                log.debug("the lease on %s: %s", self._ready.cache, e)
+                return not self._stop.is_set()
+        return False
+
+    def _say_parked(self) -> None:
+        parked = self._parked
+        if parked != self._parked_there and self._connection.welcome.parking:
+            # Its Done is heard where everything is heard.
+            self._connection.send(Parked(parked=parked), _REJOIN_MAX_S)
+        self._parked_there = parked
+
+    def _unmaps(self) -> bool:
+        """Hear one message. True if it asked to unmap and that was done. Raises as receive()
+        does.
+        """
+        message = self._connection.receive(_REJOIN_MAX_S)[0]
+        if not isinstance(message, Unmap) or not self._on_unmap():
+            return False
+        log.info(
+            "unmapped %s generation %d, for which the daemon has asked: it is attached again before the engine wakes",
+            self._ready.cache,
+            self._ready.generation,
+        )
+        return True
 
     def _rejoin(self) -> bool:
         self._connection.close()
@@ -363,7 +434,7 @@ class LeaseKeeper:
                 connection.close()
                 continue
             if isinstance(reply, Rejoined):
-                self._connection = connection
+                self._connection, self._parked_there = connection, False
                 return True
             connection.close()
             if isinstance(reply, Refused):

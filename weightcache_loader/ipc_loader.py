@@ -8,10 +8,10 @@ reason against mapping.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import traceback
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from weightcache_loader import budget, client, fallback
+from weightcache_loader import budget, client, fallback, reload
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -33,12 +33,15 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.model import bind
+from weightcached.model import bind, mapped
 from weightcached.segments.api import Mapping, open_backend
+from weightcached.segments.cuda import CudaMapping
 from weightcached.system.paths import socket_path
 from weightcached.vllm_compat import build, drafts, parked_start, room, startup_plan
+from weightcached.vllm_compat import worker as vllm_worker
+from weightcached.vllm_compat.build import all_ranks
 from weightcached.vllm_compat.hooks import PostProcessing
-from weightcached.vllm_compat.key import build_key
+from weightcached.vllm_compat.key import build_key, with_checkpoint_as_now
 from weightcached.vllm_compat.versions import warn_of_unseen
 from weightcached.wire.resident import Held
 
@@ -80,6 +83,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self.options: LoaderOptions = parse_options(
             load_config.model_loader_extra_config, load_config.load_format
         )
+        vllm_worker.install(reload.reload_weights)
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
         """Bytes of the utilization's budget that the engine may not use itself (budget.external_bytes): what it
@@ -192,15 +196,52 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self._take_role(get_current_vllm_config(), model_config)
         attachment = self._attach(get_current_vllm_config(), model_config)
         try:
-            mapping, device = self._map(attachment)
-            try:
-                storages = bind.Storages(attachment.tensor_index, mapping, device, copy=False)
-                count = bind.copy_into(model, attachment.tensor_index, storages)
-            finally:
-                mapping.close()
+            self._copy_into(model, attachment)
         finally:
             attachment.close()
+
+    def _copy_into(
+        self, model: nn.Module, attachment: client.Attachment, *, attributes: bool = False
+    ) -> None:
+        mapping, device = self._map(attachment)
+        try:
+            storages = bind.Storages(attachment.tensor_index, mapping, device, copy=False)
+            count = bind.copy_into(model, attachment.tensor_index, storages, attributes=attributes)
+        finally:
+            mapping.close()
         log.info("copied %d tensors of %s into the model", count, attachment.ready.cache)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
+        """What the fallback would read from disk, by name, for vLLM's reload. Raises
+        NotImplementedError where it cannot be read again.
+        """
+        disk = self._disk_loader()
+        if not hasattr(disk, "get_all_weights"):
+            raise NotImplementedError(
+                f"load format {self.options.fallback_load_format!r} cannot read weights again"
+            )
+        return disk.get_all_weights(model_config, model)
+
+    def copy_again(self, vllm_config: Any, model_config: Any, model: nn.Module) -> bool:
+        """In copy mode, fill a model whose weights sleep(2) discarded from the cache; False where
+        it has to come from disk.
+        """
+        if self.options.mode != "copy":
+            return False
+        attachment, reason = None, None
+        try:
+            attachment = self._attach(vllm_config, model_config)
+        except Exception as e:
+            reason = reason_of(e)
+        if not all_ranks(attachment is not None, self.options.role):
+            if attachment is not None:
+                attachment.close()
+            log.info("the weights come from disk again: %s", reason or "another rank needs it")
+            return False
+        assert attachment is not None
+        self._copy_into(model, attachment, attributes=True)
+        client.release(attachment, timeout_s=self.options.connect_timeout_s)
+        return True
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """The model, mapped from the cache or loaded from disk. Drafts without a cache load from
@@ -232,7 +273,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             self.options = msgspec.structs.replace(self.options, is_draft=True)
 
     def _decide(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
-        """The decision of this engine. Raises its reason, with fallback off, and
+        """The decision of this build. Raises its reason, with fallback off, and
         OutOfDeviceMemoryError.
         """
         role = self.options.role
@@ -278,15 +319,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
 
     def _attach(self, vllm_config: Any, model_config: Any) -> client.Attachment:
         check_supported(vllm_config, self.options)
+        key = build_key(vllm_config, model_config, role=self.options.role)
         socket = self._socket_path(vllm_config)
-        attachment = client.attach(
-            socket,
-            build_key(vllm_config, model_config, role=self.options.role),
-            connect_timeout_s=self.options.connect_timeout_s,
-            state_timeout_s=self.options.state_timeout_s,
-            device=build.device_of_worker(vllm_config.parallel_config),
-            identity=self.options.identity,
-            patient=not self.options.fallback or fallback.may_come_back(socket),
+        attachment = self._how_to_attach(vllm_config)(
+            key, patient=not self.options.fallback or fallback.may_come_back(socket)
         )
         if (stage := build.stage_of_platform()) != attachment.tensor_index.stage:
             attachment.close()
@@ -294,6 +330,17 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                 f"the cache holds {attachment.tensor_index.stage} weights, this engine needs {stage}"
             )
         return attachment
+
+    def _how_to_attach(self, vllm_config: Any) -> Callable[..., client.Attachment]:
+        """Attaches by a key, and holds nothing of the engine's configuration."""
+        return functools.partial(
+            client.attach,
+            self._socket_path(vllm_config),
+            connect_timeout_s=self.options.connect_timeout_s,
+            state_timeout_s=self.options.state_timeout_s,
+            device=build.device_of_worker(vllm_config.parallel_config),
+            identity=self.options.identity,
+        )
 
     def _socket_path(self, vllm_config: Any) -> Path:
         if self.options.socket_path:
@@ -318,36 +365,64 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
     ) -> nn.Module | WeightcachedError:
         model: nn.Module | None = None
+        mapping: Mapping | None = None
+        storages: bind.Storages | None = None
         reason: WeightcachedError | None = None
         with build.collection_paused(), build.isolated_build(vllm_config, keep=True) as building:
             try:
-                model = self._build(vllm_config, model_config, prefix, attachment)
+                model, mapping, storages = self._build(
+                    vllm_config, model_config, prefix, attachment
+                )
             except Exception as e:
                 reason = reason_of(e)
             if not all_ranks(model is not None, self.options.role) and model is not None:
-                model = None
+                model = storages = mapping = None
                 reason = WeightCacheUnavailableError(
                     "another rank of this engine failed to attach", code="another-rank"
                 )
             building.keep = model is not None
-        if model is None:
+        if model is None or storages is None:
             attachment.close()
             assert reason is not None
             return reason
         if self.options.mode == "copy":
             client.release(attachment, timeout_s=self.options.connect_timeout_s)
         else:
-            lease = client.LeaseKeeper(
-                attachment.connection, self._socket_path(vllm_config), attachment.ready
-            )
-            # With the model: an engine that is shut down while its process lives on maps nothing
-            # any more.
-            weakref.finalize(model, lease.close).atexit = False
+            self._keep(vllm_config, model_config, model, attachment, mapping, storages)
         return model.eval()
+
+    def _keep(
+        self,
+        vllm_config: Any,
+        model_config: Any,
+        model: nn.Module,
+        attachment: client.Attachment,
+        mapping: Mapping | None,
+        storages: bind.Storages,
+    ) -> None:
+        """Hold the lease for as long as the model lives, and let it sleep and take new weights."""
+        path, attach = self._socket_path(vllm_config), self._how_to_attach(vllm_config)
+        key = with_checkpoint_as_now(attachment.tensor_index.key, vllm_config, model_config)
+
+        def lease(held: mapped.Attachment, on_unmap: Callable[[], bool]) -> client.LeaseKeeper:
+            assert isinstance(held, client.Attachment)
+            return client.LeaseKeeper(held.connection, path, held.ready, on_unmap=on_unmap)
+
+        mapped.keep(
+            model,
+            mapped.MappedModel(
+                attachment,
+                mapping if isinstance(mapping, CudaMapping) else None,
+                storages,
+                attach=lambda: client.patiently(lambda: attach(key())),
+                lease=lease,
+            ),
+        )
+        vllm_worker.refuse_writes(model)
 
     def _build(
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
-    ) -> nn.Module:
+    ) -> tuple[nn.Module, Mapping, bind.Storages]:
         index = attachment.tensor_index
         began = time.perf_counter()
         model = build.build_on_meta(vllm_config, model_config, prefix)
@@ -364,7 +439,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             bind.Binder(model, index, storages).attach(
                 PostProcessing(model_config, device, stage=index.stage)
             )
-        finally:
+        except BaseException:
+            mapping.close()
+            raise
+        vllm_worker.settle_for_reloads(model, device)
+        if self.options.mode == "copy" or not isinstance(mapping, CudaMapping):
             # The tensors keep what they need.
             mapping.close()
         done = time.perf_counter()
@@ -375,7 +454,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             len(index.segments), self.options.mode, 1e3 * (built - began), 1e3 * (mapped - built),
             1e3 * (done - mapped),
         )  # fmt: skip
-        return model
+        return model, mapping, storages
 
     def _give_up(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> int:
         """Count and log the reason, once: from here on the engine loads from disk. Returns what that takes of the
@@ -466,6 +545,14 @@ def _forget_frames(e: BaseException | None) -> None:
         e = e.__cause__ or e.__context__
 
 
+def _writes_weights(vllm_config: Any) -> str:
+    """The option by which this engine would write into its weights while it runs; "" for none."""
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return "weight_transfer_config"
+    kept = getattr(vllm_config.model_config, "sleep_preserve_parameter_names", None)
+    return "sleep_preserve_parameter_names" if kept else ""
+
+
 def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
     """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError,
     UnsupportedQuantForIPCError.
@@ -482,11 +569,9 @@ def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
             raise UnsupportedQuantForIPCError(
                 f"{name} moves experts while serving: leave it out to use the cache", code="eplb"
             )
-    if options.mode == "zero_copy" and getattr(
-        vllm_config.model_config, "enable_sleep_mode", False
-    ):
+    if options.mode == "zero_copy" and (writer := _writes_weights(vllm_config)):
         raise UnsupportedPlatformForIPCError(
-            "enable_sleep_mode frees weights that others map: use mode copy", code="sleep-mode"
+            f"{writer} writes into weights that others map: use mode copy", code="weight-transfer"
         )
     for name, value in room.offloaded(vllm_config).items():
         if value:
@@ -494,16 +579,3 @@ def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
                 f"{name} {value} moves weights out of device memory: set it to 0 to use the cache",
                 code="cpu-offload",
             )
-
-
-def all_ranks(ok: bool, role: str) -> bool:
-    """Whether every rank says yes; one small collective, none where the rank is alone."""
-    from vllm.distributed import get_tp_group, get_world_group
-
-    # Only the last pipeline stage loads a draft, so the world would wait for ranks that never come.
-    group = get_tp_group() if role == "draft" else get_world_group()
-    if group.world_size == 1:
-        return ok
-    flag = torch.tensor([int(ok)], dtype=torch.int32)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(flag.item())

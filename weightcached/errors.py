@@ -131,3 +131,10 @@ class UnsupportedPlatformForIPCError(WeightcachedError):
 
     code = "unsupported-platform"
     exit_status = EXIT_CONFIG
+
+
+class SharedWeightsError(WeightcachedError):
+    """A request would write into weights that other engines map. Nothing was written."""
+
+    code = "shared-weights"
+    exit_status = EXIT_CONFIG

@@ -1,4 +1,4 @@
-"""A vLLM plug-in for benchmarks: times every load the same way, whoever's loader runs.
+"""A vLLM plug-in for benchmarks: times every load the same way, with any loader.
 
 With this directory on PYTHONPATH and WEIGHTCACHED_PROBE naming a file, every process of an engine
 appends one JSON line for each load phase: the wall time of load_model() and of the question for

@@ -253,7 +253,7 @@ def configured(part: str, **changed: Any) -> Context:
     def context(process: Process) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             target = process.config
-            for name in part.split("."):
+            for name in filter(None, part.split(".")):
                 target = getattr(target, name)
             for name, value in changed.items():
                 stack.enter_context(mock.patch.object(target, name, value, create=True))
@@ -358,7 +358,8 @@ CASES: dict[str, Context] = {
     "unsupported-platform": unsupported_platform,
     "eplb": configured("parallel_config", enable_eplb=True),
     "elastic": configured("parallel_config", enable_elastic_ep=True),
-    "sleep-mode": configured("model_config", enable_sleep_mode=True),
+    "weight-transfer": configured("", weight_transfer_config=object()),
+    "preserve": configured("model_config", sleep_preserve_parameter_names=["*.weight"]),
     "cpu-offload": configured("offload_config.uva", cpu_offload_gb=1.5),
     "prefetch-offload": configured("offload_config.prefetch", offload_group_size=2),
     "no-room": without_room,

@@ -4,7 +4,8 @@ Reads one JSON command per line on standard input and answers with one line that
 ".
 
     {"engine": {…LLM arguments…}, "prompts": 4, "tokens": 32}    start an engine, decode, keep it; with "alone": true
-                                                                 one prompt after the other instead of one batch
+                                                                 one prompt after the other instead of one batch,
+                                                                 with "only": "start" nothing is decoded
     {"again": true}                                              decode once more with the engine that is kept
     {"call": "name"}                                             run one of CALLS on the engine that is kept
     {"operator": "name"}                                         whether vLLM has torch.ops._C.name here
@@ -58,7 +59,7 @@ class Host:
         }  # fmt: skip
         try:
             self.llm = LLM(**(arguments | command["engine"]))
-            return {"tokens": self.decode()}
+            return {} if command.get("only") == "start" else {"tokens": self.decode()}
         except Exception as e:
             # Weights of the engine that failed hang in the traceback.
             return {"error": f"{type(e).__name__}: {e}"}
@@ -101,9 +102,12 @@ def has_operator(name: str) -> bool:
     return hasattr(torch.ops._C, name)
 
 
+def _worker(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
 def _model(llm: Any) -> Any:
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
-    return executor.driver_worker.worker.model_runner.model
+    return _worker(llm).model_runner.model
 
 
 def tied_objects(llm: Any) -> list[list[str]]:
@@ -195,6 +199,56 @@ def draft(llm: Any) -> dict[str, Any]:
     }
 
 
+def reload(llm: Any) -> str:
+    """Have the workers read the weights again; the error's text, or ""."""
+    return _error_of(lambda: llm.collective_rpc("reload_weights"))
+
+
+def writes(llm: Any) -> dict[str, str]:
+    """What each way to write into the weights of a running engine is answered with."""
+
+    def load_weights(worker: Any) -> None:
+        weights = [(name, p.clone()) for name, p in worker.get_model().named_parameters()]
+        worker.get_model().load_weights(weights)
+
+    calls = {
+        "update_weights": lambda: llm.collective_rpc("update_weights", args=({},)),
+        "start_weight_update": lambda: llm.collective_rpc("start_weight_update"),
+        "reset_weights": lambda: llm.collective_rpc("reset_weights"),
+        "load_weights": lambda: load_weights(_worker(llm)),
+        "reload_weights": lambda: llm.collective_rpc(
+            "reload_weights", kwargs={"weights_path": "/models/other"}
+        ),
+    }
+    return {name: _error_of(call) for name, call in calls.items()}
+
+
+def _error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def sleeping(llm: Any) -> bool:
+    return bool(llm.llm_engine.engine_core.is_sleeping())
+
+
+def wake(llm: Any) -> bool:
+    """Wake it; whether it sleeps on."""
+    llm.wake_up()
+    return sleeping(llm)
+
+
+def restore_devices(llm: Any) -> list[str]:
+    """Where a reload would make the tensors of the layers."""
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    layers = [LAYERWISE_INFO.get(module) for module in _model(llm).modules()]
+    return sorted({str(info.restore_device) for info in layers if info is not None})
+
+
 def kv_blocks(llm: Any) -> int:
     return int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
 
@@ -217,7 +271,8 @@ def tuning(llm: Any) -> dict[str, Any]:
 CALLS = {
     "tied_objects": tied_objects, "mapped_bytes": mapped_bytes, "reload_in_place": reload_in_place, "burst": burst,
     "speculation": speculation, "draft": draft, "kv_blocks": kv_blocks,
-    "tuning": tuning,
+    "tuning": tuning, "reload": reload, "writes": writes, "sleeping": sleeping, "wake": wake,
+    "restore_devices": restore_devices,
 }  # fmt: skip
 
 

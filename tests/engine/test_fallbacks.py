@@ -90,7 +90,13 @@ REASONS: dict[str, tuple[str, str, str]] = {
     "unsupported-platform": ("unsupported-platform", PLATFORM, "platform cpu has no segment backend"),
     "eplb": ("eplb", QUANT, "enable_eplb moves experts while serving: leave it out to use the cache"),
     "elastic": ("eplb", QUANT, "enable_elastic_ep moves experts while serving: leave it out to use the cache"),
-    "sleep-mode": ("sleep-mode", PLATFORM, "enable_sleep_mode frees weights that others map: use mode copy"),
+    "weight-transfer": (
+        "weight-transfer", PLATFORM, "weight_transfer_config writes into weights that others map: use mode copy"
+    ),
+    "preserve": (
+        "weight-transfer", PLATFORM,
+        "sleep_preserve_parameter_names writes into weights that others map: use mode copy",
+    ),
     "cpu-offload": (
         "cpu-offload", PLATFORM,
         "cpu_offload_gb 1.5 moves weights out of device memory: set it to 0 to use the cache",

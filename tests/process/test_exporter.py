@@ -333,7 +333,7 @@ def test_exporter_ends_in_order_and_knows_two_paths(
     daemon: DaemonProcess, exporter: Callable[..., Exporter]
 ) -> None:
     node = exporter()
-    assert node.get("/") == (404, "there are /health and /metrics\n")
+    assert node.get("/") == (404, "unknown path: try /health or /metrics\n")
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(BOUND_S) == 0
 

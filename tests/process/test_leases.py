@@ -24,6 +24,7 @@ from weightcached.wire.messages import (
     Attach,
     Done,
     Drop,
+    Parked,
     Refused,
     Rejoin,
     Rejoined,
@@ -32,6 +33,7 @@ from weightcached.wire.messages import (
     Reload,
     ReloadReply,
     StatusReply,
+    Unmap,
 )
 
 AT_ONCE_S = 1.0
@@ -392,3 +394,77 @@ def test_drop_of_what_is_being_loaded_is_refused(
     )
     gate.write_bytes(b"")
     daemon.notified("READY=1")
+
+
+# ---- engines that sleep
+
+
+def parked(status: StatusReply) -> list[bool]:
+    return [engine.parked for cache in status.caches for engine in cache.engines]
+
+
+def test_status_shows_which_engine_sleeps(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine, daemon.client() as awake:
+        engine.attach(key).close()
+        awake.attach(key).close()
+        engine.expect(Parked(parked=True), Done)
+        assert parked(daemon.status()) == [True, False]
+        engine.expect(Parked(parked=False), Done)
+        assert parked(daemon.status()) == [False, False]
+
+
+def test_parked_engine_is_asked_for_the_room_of_a_dropped_cache(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
+    with daemon.client() as engine, daemon.client("ctl") as tool:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        engine.expect(Parked(parked=True), Done)
+        tool.send(Drop(cache="tiny/target"))
+        assert engine.receive() == Unmap()
+        # The answer waits for what was asked.
+        assert not select.select([tool.sock], [], [], 0.2)[0]
+        engine.close()
+        assert tool.receive() == Done()
+
+
+def test_drop_with_an_engine_awake_asks_nobody(daemon: DaemonProcess, checkpoint: Path) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine, daemon.client() as awake, daemon.client("ctl") as tool:
+        engine.attach(key).close()
+        awake.attach(key).close()
+        engine.expect(Parked(parked=True), Done)
+        assert tool.expect(Drop(cache="tiny/target"), Refused).code == "in-use"
+        engine.expect(Parked(parked=False), Done)
+
+
+def test_parked_engines_let_go_of_the_generation_that_a_reload_replaces(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
+    key = key_of({"model": str(checkpoint)})
+    with daemon.client() as engine, daemon.client() as awake, daemon.client("ctl") as tool:
+        engine.attach(key).close()
+        awake.attach(key).close()
+        engine.expect(Parked(parked=True), Done)
+        tool.send(Reload(force=True))
+        assert engine.receive() == Unmap()
+        engine.close()
+        while not isinstance(tool.receive(), ReloadReply):
+            pass
+        status = daemon.status()
+        assert (status.caches[0].generation, engines(status)) == (2, [os.getpid()])
+        # It attaches again before it wakes, to what is newest.
+        with daemon.client() as again:
+            handout = again.attach(key)
+            assert handout.ready.generation == 2
+            handout.close()
+
+
+def test_engine_that_wakes_instead_keeps_its_lease(daemon: DaemonProcess, checkpoint: Path) -> None:
+    with daemon.client() as engine, daemon.client("ctl") as tool:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        engine.expect(Parked(parked=True), Done)
+        tool.send(Drop(cache="tiny/target"))
+        assert engine.receive() == Unmap()
+        engine.expect(Parked(parked=False), Done)
+        assert tool.receive() == Done()

@@ -266,7 +266,7 @@ def test_malformed_device_is_refused(make_daemon: Launcher, checkpoint: Path) ->
     daemon = make_daemon([model("tiny", checkpoint)])
     daemon.device = "cuda:0"
     assert daemon.launch().wait() == 78
-    assert "device 'cuda:0' is none: expected GPU-<uuid>" in daemon.log
+    assert "'cuda:0' is not a device name: expected GPU-<uuid>" in daemon.log
 
 
 # ---- what it costs

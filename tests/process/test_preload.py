@@ -345,7 +345,7 @@ def test_parsers_words_and_status_are_the_commands(launch: Launcher, checkpoint:
         ),
         (
             ["--enable-eplb", "true"],
-            "enable_eplb moves experts while serving, the cached weights stay: leave it out",
+            "enable_eplb moves experts while serving, cached weights cannot move: leave it out",
         ),
         (
             ["--nnodes", "3"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from weightcached.daemon.leases import Broadcast, Leases
 
@@ -39,3 +40,16 @@ def test_generation_is_free_when_its_last_lease_ends() -> None:
         assert [engine.pid for engine in leases.engines("m/target")] == [12]
 
     asyncio.run(main())
+
+
+def test_parked_engine_that_neither_unmaps_nor_wakes_is_not_waited_for() -> None:
+    async def main() -> list[int]:
+        leases, asked = Leases(), []
+        for pid in (10, 11):
+            leases.park(leases.begin("m/target", 1, pid, partial(asked.append, pid)), True)
+        leases.begin("m/target", 1, 12, partial(asked.append, 12))
+        await leases.unmap_parked("m/target", 1, timeout_s=0.01)
+        assert [lease.pid for lease in leases.awake("m/target")] == [12]
+        return asked
+
+    assert asyncio.run(main()) == [10, 11]

@@ -396,7 +396,7 @@ def test_wrong_manifest_fails_with_its_line(machine: Machine) -> None:
     (found,) = machine.findings("manifest")
     assert (found.level, found.fix) == ("fail", f"edit {machine.manifest}")
     assert found.text.startswith(
-        f"{machine.manifest}:3: models[0].devices[0]: device 'gpu0' is none: "
+        f"{machine.manifest}:3: models[0].devices[0]: 'gpu0' is not a device name: "
     )
 
 

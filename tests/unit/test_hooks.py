@@ -335,7 +335,7 @@ def test_method_that_no_plan_serves_is_refused_by_name(load: Load) -> None:
     with pytest.raises(UnsupportedQuantForIPCError) as e:
         load(o_proj="MeasuringKernel").prove()
     assert str(e.value) == (
-        "model.layers.0.self_attn.o_proj.kernel.weight: nothing here to hang the tensor on ('RowParallelLinear' object "
+        "model.layers.0.self_attn.o_proj.kernel.weight: no object here for the tensor ('RowParallelLinear' object "
         f"has no attribute 'kernel') ({PLUG_IN}.MeasuringKernel of model.layers.0.self_attn.o_proj: {NO_ITEM}){REFUSED}"
     )
 
@@ -347,7 +347,7 @@ def test_replayed_hook_that_leaves_another_object_is_refused_by_name(load: Load)
     lead = f"{where}.kernel: is {{'$type': '{PLUG_IN}.OtherKernel'}}, loaded as {{'$type': '{PLUG_IN}.Kernel'}}"
     assert str(e.value) == (
         f"{lead} ({PLUG_IN}.Branching of {where}: {NOT_OFFERED}; replay: {lead}; restore: {where}.kernel.weight: "
-        f"nothing here to hang the tensor on ('QKVParallelLinear' object has no attribute 'kernel')){REFUSED}"
+        f"no object here for the tensor ('QKVParallelLinear' object has no attribute 'kernel')){REFUSED}"
     )
 
 

@@ -254,7 +254,7 @@ def test_a_changed_value_inside_the_sample_is_found_without_the_full_digest(
     flip(path, path.stat().st_size - 1)
     cached, asked = (identity.with_sample(record(d)) for d in (checkpoint, tmp_path / "changed"))
     assert identity.decide(cached, asked) == Different(
-        f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the one asked for"
+        f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the requested one"
     )
 
 
@@ -271,7 +271,7 @@ def test_sampled_mode_stops_after_the_sample_knowingly(checkpoint: Path, tmp_pat
 def test_a_resave_with_another_shard_layout_is_different(checkpoint: Path, tmp_path: Path) -> None:
     write_shards(tmp_path / "resaved", 4)
     assert identity.decide(record(checkpoint), record(tmp_path / "resaved")) == Different(
-        "the cached checkpoint has 2 weight files, the one asked for 4"
+        "the cached checkpoint has 2 weight files, the requested one 4"
     )
 
 
@@ -281,7 +281,7 @@ def test_a_shard_of_another_size_is_different_at_once(checkpoint: Path, tmp_path
     save_file({"a": np.zeros(16, np.uint8)}, tmp_path / "other" / name)
     sizes = [(directory / name).stat().st_size for directory in (checkpoint, tmp_path / "other")]
     assert identity.decide(record(checkpoint), record(tmp_path / "other")) == Different(
-        f"{name} has {sizes[0]} bytes in the cached checkpoint, {name} asked for {sizes[1]}"
+        f"{name} has {sizes[0]} bytes in the cached checkpoint, {name} has {sizes[1]} in the requested one"
     )
 
 
@@ -329,7 +329,7 @@ def test_the_cached_side_gets_no_digest_of_files_that_changed_since(checkpoint: 
             complete(cached)
         assert str(raised.value) == (
             f"weight file {path} changed since it was recorded: mtime_ns was {cached.files[0].mtime_ns}, "
-            f"is {path.stat().st_mtime_ns}; when nothing writes to the checkpoint any more: weightcachectl reload"
+            f"is {path.stat().st_mtime_ns}; wait until nothing writes to the checkpoint, then: weightcachectl reload"
         )
 
 
@@ -389,7 +389,7 @@ def test_other_hub_blobs_are_different(tmp_path: Path) -> None:
     cached = record(hub_snapshot(tmp_path, "c0", {"model.safetensors": SHA_A}))
     asked = record(hub_snapshot(tmp_path, "c1", {"model.safetensors": SHA_B}))
     assert identity.decide(cached, asked) == Different(
-        f"model.safetensors is Hub blob {SHA_A} in the cached checkpoint, {SHA_B} in the one asked for"
+        f"model.safetensors is Hub blob {SHA_A} in the cached checkpoint, {SHA_B} in the requested one"
     )
 
 

@@ -45,6 +45,7 @@ from weightcached.wire.messages import (
     Loading,
     Mismatch,
     NeedDigest,
+    Parked,
     Ready,
     Refused,
     Rejoin,
@@ -52,6 +53,8 @@ from weightcached.wire.messages import (
     Release,
     Released,
     Request,
+    Unmap,
+    Welcome,
     encode,
 )
 
@@ -796,3 +799,116 @@ def test_lease_closed_while_the_daemon_is_away_ends_its_thread(
     lines.wait_for(GONE)
     lease.close()
     assert not lease._thread.is_alive()
+
+
+# ---- engines that sleep
+
+PARKING = Welcome(protocol=1, device="cpu0", pid=1, parking=True)
+ASLEEP, AWAKE = Parked(parked=True), Parked(parked=False)
+
+
+def sleeping(*answers: Answer) -> Callable[[Request], Iterable[Answer]]:
+    """A daemon that goes on with `answers` once it has heard that the engine sleeps."""
+
+    def script(request: Request) -> Iterable[Answer]:
+        if isinstance(request, Parked):
+            return [Done(), *answers] if request.parked else [Done()]
+        return [Rejoined()] if isinstance(request, Rejoin) else handing_out(SEGMENT)
+
+    return script
+
+
+def leased_for_sleep(path: Path, key: WeightCacheKey, unmap: Callable[[], bool]) -> LeaseKeeper:
+    attachment = run(path, key)
+    for fd in attachment.fds:
+        fd.close()
+    return LeaseKeeper(attachment.connection, path, attachment.ready, on_unmap=unmap)
+
+
+def test_daemon_hears_that_the_engine_sleeps_and_wakes(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
+    with StubDaemon(path, sleeping(), greeting=[PARKING]) as daemon:
+        lease = leased(path, key)
+        lease.park(True)
+        until(lambda: ASLEEP in daemon.requests)
+        lease.park(False)
+        until(lambda: AWAKE in daemon.requests)
+        assert lease.connected.is_set()
+        lease.close()
+    assert lines.lines == []
+
+
+def test_older_daemon_is_not_told(path: Path, key: WeightCacheKey, lines: Lines) -> None:
+    with StubDaemon(path, sleeping()) as daemon:
+        lease = leased(path, key)
+        lease.park(True)
+        lease.close()
+    assert ASLEEP not in daemon.requests
+
+
+def test_sleeping_engine_unmaps_when_asked_and_its_lease_ends(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
+    asked = threading.Event()
+
+    def unmap() -> bool:
+        asked.set()
+        return True
+
+    with StubDaemon(path, sleeping(Unmap()), greeting=[PARKING]):
+        lease = leased_for_sleep(path, key, unmap)
+        lease.park(True)
+        assert asked.wait(BOUND_S)
+        lease._thread.join(BOUND_S)
+        assert not lease.connected.is_set()
+        lease.close()
+    assert lines.lines == [
+        "INFO unmapped tiny/target generation 3, for which the daemon has asked: it is attached again before the "
+        "engine wakes"
+    ]
+
+
+def test_engine_that_does_not_unmap_keeps_its_lease(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
+    asked = threading.Event()
+
+    def keep() -> bool:
+        asked.set()
+        return False
+
+    with StubDaemon(path, sleeping(Unmap()), greeting=[PARKING]) as daemon:
+        lease = leased_for_sleep(path, key, keep)
+        lease.park(True)
+        assert asked.wait(BOUND_S)
+        lease.park(False)
+        until(lambda: AWAKE in daemon.requests)
+        lease.close()
+    assert lines.lines == []
+
+
+def test_restarted_daemon_is_told_again_that_the_engine_sleeps(
+    path: Path, key: WeightCacheKey, lines: Lines
+) -> None:
+    with StubDaemon(path, sleeping(), greeting=[PARKING]) as daemon:
+        lease = leased(path, key)
+        lease.park(True)
+        until(lambda: ASLEEP in daemon.requests)
+    with StubDaemon(path, sleeping(), greeting=[PARKING]) as daemon:
+        until(lambda: ASLEEP in daemon.requests)
+        lease.close()
+
+
+def test_daemon_that_is_away_is_waited_for_and_another_reason_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "_REJOIN_FIRST_S", 0.0)
+    reasons = iter(["no-daemon", "connection-lost", "absent"])
+
+    def attach() -> Attachment:
+        raise WeightCacheUnavailableError("no", code=next(reasons))
+
+    with pytest.raises(WeightCacheUnavailableError) as caught:
+        client.patiently(attach)
+    assert caught.value.code == "absent"

@@ -164,7 +164,7 @@ WITH_DRAFT = "{model: CKPT, speculative_config: {method: eagle, model: CKPT}}"
 TWO_NODES = "{model: CKPT, tensor_parallel_size: 2, nnodes: 2, node_rank: 0}"
 DEVICE_HINT = (
     "expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; "
-    "'weightcachectl devices' lists this machine's"
+    "'weightcachectl devices' lists the devices of this machine"
 )
 FAULTS = {
     "empty": ("", "M: the file holds no value: expected the keys version and models"),
@@ -266,7 +266,7 @@ FAULTS = {
     ),
     "device_malformed": (
         model(devices="[cpu00]"),
-        f"M:4: models[0].devices[0]: device 'cpu00' is none: {DEVICE_HINT}",
+        f"M:4: models[0].devices[0]: 'cpu00' is not a device name: {DEVICE_HINT}",
     ),
     "device_twice": (
         model(devices="[cpu0, cpu0]", engine="{model: CKPT, tensor_parallel_size: 2}"),
@@ -401,7 +401,7 @@ FAULTS = {
     ),
     "engine_tagged_integer": (
         model(engine="{model: CKPT, seed: !!int x}"),
-        "M:5: models[0].engine.seed: 'x' is no int",
+        "M:5: models[0].engine.seed: 'x' is not of type int",
     ),
     "engine_nul": (
         model(engine='{model: "a\\0b"}'),
@@ -483,13 +483,13 @@ FAULTS = {
     ),
     "rendezvous_loopback": (
         model("    rendezvous: {group: 127.0.0.1:29600}\n", engine=TWO_NODES),
-        "M:6: models[0].rendezvous.group: 127.0.0.1 is each node's own, and the ranks are on several: write an address "
-        "of the node with rank 0",
+        "M:6: models[0].rendezvous.group: 127.0.0.1 is a loopback address, and the ranks are on several "
+        "nodes: write an address of the node with rank 0",
     ),
     "rendezvous_loopback_name": (
         model("    rendezvous: {group: localhost:29600}\n", engine=TWO_NODES),
-        "M:6: models[0].rendezvous.group: localhost is each node's own, and the ranks are on several: write an address "
-        "of the node with rank 0",
+        "M:6: models[0].rendezvous.group: localhost is a loopback address, and the ranks are on several "
+        "nodes: write an address of the node with rank 0",
     ),
     "rendezvous_draft_of_a_stage": (
         model(
@@ -497,7 +497,7 @@ FAULTS = {
             devices="[cpu0, cpu1]",
             engine=WITH_DRAFT[:-1] + ", pipeline_parallel_size: 2}",
         ),
-        "M:6: models[0].rendezvous.group: only the last pipeline stage has the draft, so its group cannot be formed: "
+        "M:6: models[0].rendezvous.group: only the last pipeline stage has the draft, so it cannot form a group: "
         "write rendezvous: solo",
     ),
     "rendezvous_of_copies": (
@@ -509,7 +509,7 @@ FAULTS = {
             "  - {name: a, devices: [cpu0], engine: {model: CKPT}, rendezvous: {group: h:29600}}\n"
             "  - {name: b, devices: [cpu0], engine: {model: CKPT}, rendezvous: {group: h:29600}}\n"
         ),
-        "M:4: models[1].rendezvous: port 29600 is that of a group of a too: choose another",
+        "M:4: models[1].rendezvous: port 29600 belongs to a group of a too: choose another",
     ),
     "draft_own_format": (
         model(engine=WITH_DRAFT[:-2] + ", draft_load_config: {load_format: ipc_cache}}}"),
@@ -540,7 +540,7 @@ def test_missing_file_and_directory_are_named(tmp_path: Path) -> None:
 def test_file_of_over_a_mebibyte_is_refused(write: Any) -> None:
     assert (
         fault(write("#" * (1024 * 1024 + 1)))
-        == "M: larger than 1048576 bytes, which no manifest is"
+        == "M: larger than 1048576 bytes: a manifest is smaller"
     )
 
 
@@ -558,7 +558,7 @@ def test_alias_is_followed(write: Any) -> None:
 def test_alias_bomb_is_refused_and_not_expanded(write: Any) -> None:
     levels = "".join(f"      l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]\n" for n in range(1, 9))
     text = model(engine=f"\n      model: CKPT\n      l0: &l0 [x, x, x, x, x, x, x, x, x]\n{levels}")
-    assert "more than 100000 values, aliases counted each time: no manifest is so large" in fault(
+    assert "more than 100000 values, aliases counted each time: a manifest has fewer" in fault(
         write(text)
     )
 

@@ -55,8 +55,8 @@ def test_device_names_are_accepted(device: str) -> None:
 )  # fmt: skip
 def test_other_names_are_refused(device: str) -> None:
     text = (
-        f"device {device!r} is none: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, "
-        "or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists this machine's"
+        f"{device!r} is not a device name: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, "
+        "or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists the devices of this machine"
     )
     for check in (paths.check_device, paths.socket_path, paths.lock_path):
         assert fails(DeviceError, lambda check=check: check(device)) == text  # type: ignore[misc]

@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "moving_experts": (
         {"enable_expert_parallel": True, "enable_eplb": True},
-        f"engine.enable_eplb: enable_eplb moves experts while serving, the cached weights stay: leave it out{PLAN}",
+        f"engine.enable_eplb: enable_eplb moves experts while serving, cached weights cannot move: leave it out{PLAN}",
     ),
 }
 

@@ -254,7 +254,7 @@ def test_what_hooks_make_of_loaded_weights_stays(packed: Packed) -> None:
 def test_hang_on_nothing_is_named(packed: Packed) -> None:
     lost = with_record(packed, "layer.plain", names=["layer.kernel.inner.plain"])
     assert error(lost)[1] == (
-        "layer.kernel.inner.plain: nothing here to hang the tensor on ('Kernel' object has no attribute 'inner')"
+        "layer.kernel.inner.plain: no object here for the tensor ('Kernel' object has no attribute 'inner')"
     )
 
 
@@ -506,7 +506,7 @@ def test_value_on_nothing_is_named(packed: Packed) -> None:
     with pytest.raises(UnsupportedQuantForIPCError) as e:
         with_index(packed, modules=[plan]).attach()
     assert str(e.value) == (
-        "layer.gone.alpha: nothing here to set the value on ('Layer' object has no attribute 'gone')"
+        "layer.gone.alpha: no object here for the value ('Layer' object has no attribute 'gone')"
     )
 
 

@@ -202,7 +202,7 @@ def example(title: str) -> bytes:
 
 
 HELLO = Hello(protocol=1, software="example 1", purpose="ctl")
-WELCOME = Welcome(protocol=1, device="cpu0", pid=4711, software="0.1.0")
+WELCOME = Welcome(protocol=1, device="cpu0", pid=4711, software="0.1.0", parking=True)
 FALLBACK = Fallback(reason="key-mismatch")
 READY = Ready(
     cache="tiny/target", generation=1, nbytes=1 << 21, segment_nbytes=[1 << 21],
@@ -214,7 +214,7 @@ READY = Ready(
     ("title", "message"),
     [
         ("`Hello`, 53 bytes:", HELLO),
-        ("`Welcome`, 58 bytes:", WELCOME),
+        ("`Welcome`, 67 bytes:", WELCOME),
         ("`Fallback`, 35 bytes:", FALLBACK),
         ("`Ready`, 167 bytes:", READY),
         ("`Descriptors`, 25 bytes:", Descriptors(first=0)),

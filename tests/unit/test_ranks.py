@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "eplb": (
         {"enable_eplb": True},
         "enable_eplb",
-        "enable_eplb moves experts while serving, the cached weights stay: leave it out",
+        "enable_eplb moves experts while serving, cached weights cannot move: leave it out",
     ),
     "context": (
         {"prefill_context_parallel_size": 2},

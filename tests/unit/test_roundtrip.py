@@ -159,7 +159,7 @@ def test_quantized_dtypes_are_refused_by_name(
     model = module(layer=module())
     model.layer.register_buffer("zeros", torch.empty(4, 4, dtype=dtype))
     assert refusal(look, model) == (
-        f"layer.zeros: torch.Tensor of layout torch.strided and dtype {dtype} is no plain strided tensor"
+        f"layer.zeros: torch.Tensor of layout torch.strided and dtype {dtype} is not a plain strided tensor"
     )
 
 
@@ -181,11 +181,11 @@ class Wrapper(torch.Tensor):  # type: ignore[misc]
     [
         (
             lambda: torch.eye(2).to_sparse(),
-            "torch.Tensor of layout torch.sparse_coo and dtype torch.float32 is no plain",
+            "torch.Tensor of layout torch.sparse_coo and dtype torch.float32 is not a plain",
         ),
         (
             lambda: torch.eye(2).to_sparse_csr(),
-            "torch.Tensor of layout torch.sparse_csr and dtype torch.float32 is no plain",
+            "torch.Tensor of layout torch.sparse_csr and dtype torch.float32 is not a plain",
         ),
         (
             lambda: torch.ones(2, dtype=torch.complex64).conj(),
@@ -427,8 +427,7 @@ def test_keys_of_dicts_survive_whatever_they_spell(key: str | int) -> None:
 def test_keys_that_a_path_cannot_spell_are_refused_by_name(key: Any) -> None:
     model = module(inner=module(mapped={key: torch.ones(2)}))
     assert refusal(pack.describe, model) == (
-        f"inner.mapped[{key!r}]: this path does not lead back to the tensor; in a dict only text and integers can be "
-        "keys"
+        f"inner.mapped[{key!r}]: this path does not reach the tensor; dict keys must be text or integers"
     )
 
 
@@ -563,7 +562,7 @@ def test_what_the_loader_alone_hung_on_a_parameter_is_refused_by_name() -> None:
 
     with Packed.of(lambda: module(weight=parameter(4)), change) as packed:
         assert refusal(packed.attach) == (
-            "weight.quant_state[0].scale: nothing here to hang the tensor on "
+            "weight.quant_state[0].scale: no object here for the tensor "
             "('Parameter' object has no attribute 'quant_state')"
         )
 
@@ -701,7 +700,7 @@ def test_proof_tells_what_post_processing_consumed() -> None:
             index=msgspec.structs.replace(index, leftovers=["layer.packed", "layer.gone.packed"])
         )
         assert refusal(told.attach) == (
-            "layer.gone.packed: nothing here to remove ('Module' object has no attribute 'gone')"
+            "layer.gone.packed: no tensor here to remove ('Module' object has no attribute 'gone')"
         )
 
 
@@ -713,7 +712,7 @@ def test_list_that_post_processing_fills_is_filled_when_the_hooks_run_too() -> N
     round_trip(build, "scales[0]", "scales[1]", change=hook, run_hooks=hook)
     with Packed.of(build, hook) as packed:
         text = refusal(packed.attach)
-    assert text == "scales[0]: nothing here to hang the tensor on (list index out of range)"
+    assert text == "scales[0]: no object here for the tensor (list index out of range)"
 
 
 def test_order_of_parameters_and_buffers_stays() -> None:
@@ -819,7 +818,7 @@ def test_copy_into_writes_in_place() -> None:
         ),
         (
             lambda: module(other=parameter(6, 2)),
-            "the model has no tensor weight: it was built or post-processed otherwise",
+            "the model has no tensor weight: it was built or post-processed differently",
         ),
     ],
     ids=["shape", "dtype", "name"],

@@ -109,7 +109,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "done_bytes": 0,
                         "total_bytes": 0,
                         "error": "",
-                        "engines": [{"pid": 4242, "since": 1700000100.5}],
+                        "engines": [{"pid": 4242, "since": 1700000100.5, "parked": False}],
                         "load_phases": {"weights": 1.5, "proving": 0.25},
                     }
                 ],
@@ -199,8 +199,9 @@ def test_malformed_device_is_bad_usage(runtime: Path) -> None:
     code, out, err = said(run("status", "gpu0"), runtime)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == (
-        "Error: Invalid value for '[DEVICE]...': device 'gpu0' is none: expected GPU-<uuid> or MIG-<uuid> as "
-        "nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists this machine's"
+        "Error: Invalid value for '[DEVICE]...': 'gpu0' is not a device name: expected GPU-<uuid> or MIG-<uuid> as "
+        "nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists the devices of this "
+        "machine"
     )
 
 

@@ -363,7 +363,7 @@ def check_unchanged(path: str, recorded: StatTuple, info: os.stat_result) -> Non
         if was != now:
             raise CheckpointError(
                 f"weight file {path} changed since it was recorded: {field} was {was}, is {now}; "
-                "when nothing writes to the checkpoint any more: weightcachectl reload"
+                "wait until nothing writes to the checkpoint, then: weightcachectl reload"
             )
 
 

@@ -242,16 +242,19 @@ def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity) -> str:
     if not cached.files or not asked.files:
         return "a checkpoint without weight files equals no other"
     if len(cached.files) != len(asked.files):
-        return f"the cached checkpoint has {len(cached.files)} weight files, the one asked for {len(asked.files)}"
+        return f"the cached checkpoint has {len(cached.files)} weight files, the requested one {len(asked.files)}"
     for ours, theirs in zip(cached.files, asked.files, strict=True):
         if ours.size != theirs.size:
-            return f"{ours.name} has {ours.size} bytes in the cached checkpoint, {theirs.name} asked for {theirs.size}"
+            return (
+                f"{ours.name} has {ours.size} bytes in the cached checkpoint, "
+                f"{theirs.name} has {theirs.size} in the requested one"
+            )
         if ours.blob and theirs.blob and ours.blob != theirs.blob:
-            return f"{ours.name} is Hub blob {ours.blob} in the cached checkpoint, {theirs.blob} in the one asked for"
+            return f"{ours.name} is Hub blob {ours.blob} in the cached checkpoint, {theirs.blob} in the requested one"
     if cached.full and asked.full and cached.full != asked.full:
-        return f"full digest is {cached.full} in the cached checkpoint, {asked.full} in the one asked for"
+        return f"full digest is {cached.full} in the cached checkpoint, {asked.full} in the requested one"
     if cached.sample and asked.sample and cached.sample != asked.sample:
-        return f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the one asked for"
+        return f"sample digest is {cached.sample} in the cached checkpoint, {asked.sample} in the requested one"
     return ""
 
 

@@ -116,7 +116,10 @@ def as_json(replies: Sequence[StatusReply]) -> dict[str, Any]:
 
 
 def _cache_as_json(cache: CacheStatus, counters: Counters | None) -> dict[str, Any]:
-    engines = [{"pid": engine.pid, "since": engine.since} for engine in cache.engines]
+    engines = [
+        {"pid": engine.pid, "since": engine.since, "parked": engine.parked}
+        for engine in cache.engines
+    ]
     phases = counters.phase_seconds.get(cache.name, {}) if counters else {}
     return {name: getattr(cache, name) for name in _CACHE_FIELDS} | {
         "engines": engines,
@@ -156,9 +159,15 @@ def _row(device: str, cache: CacheStatus) -> tuple[str, ...]:
         cache.state,
         generation,
         size,
-        str(len(cache.engines)),
+        _engines(cache),
         _detail(cache),
     )
+
+
+def _engines(cache: CacheStatus) -> str:
+    """How many engines map it; with those that sleep, e.g. `3, 2 parked`."""
+    parked = sum(engine.parked for engine in cache.engines)
+    return f"{len(cache.engines)}, {parked} parked" if parked else str(len(cache.engines))
 
 
 def _detail(cache: CacheStatus) -> str:

@@ -34,7 +34,7 @@ def read(path: Path) -> Value:
     except OSError as e:
         raise ManifestError(f"{path}: cannot be read: {e.strerror}") from e
     if len(data) > MAX_FILE_BYTES:
-        raise ManifestError(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no manifest is")
+        raise ManifestError(f"{path}: larger than {MAX_FILE_BYTES} bytes: a manifest is smaller")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -168,7 +168,7 @@ class Value:
             child.fail(f"nested too deeply: at most {MAX_DEPTH} levels are allowed")
         if self.document.values > MAX_VALUES:
             child.fail(
-                f"more than {MAX_VALUES} values, aliases counted each time: no manifest is so large"
+                f"more than {MAX_VALUES} values, aliases counted each time: a manifest has fewer"
             )
         return child
 
@@ -214,7 +214,7 @@ class Value:
         try:
             value = yaml.constructor.SafeConstructor().construct_object(self.node)
         except (yaml.YAMLError, ValueError, KeyError) as e:
-            raise self._error(f"{self.node.value!r} is no {self.kind}") from e
+            raise self._error(f"{self.node.value!r} is not of type {self.kind}") from e
         if isinstance(value, float) and not math.isfinite(value):
             self.fail(f"expected a finite number, got {self.described()}")
         if isinstance(value, int) and value not in _INT64:

@@ -141,7 +141,7 @@ def _check_ports(model: ModelSpec, others: list[ModelSpec], keys: dict[str, Valu
     for other in others:
         if shared := _ports(model) & _ports(other):
             keys["rendezvous"].fail(
-                f"port {min(shared)} is that of a group of {other.name} too: choose another"
+                f"port {min(shared)} belongs to a group of {other.name} too: choose another"
             )
 
 

@@ -120,7 +120,7 @@ def _check_values(engine: Mapping[str, Any]) -> None:
     for key in _MOVING_EXPERTS:
         if engine.get(key):
             raise PlacementError(
-                key, f"{key} moves experts while serving, the cached weights stay: leave it out"
+                key, f"{key} moves experts while serving, cached weights cannot move: leave it out"
             )
 
 

@@ -91,7 +91,7 @@ def _check(found: Rendezvous, engine: Mapping[str, Any], keys: Mapping[str, Valu
             )
         if layout.pp_size > 1:
             keys["group"].fail(
-                "only the last pipeline stage has the draft, so its group cannot be formed: write rendezvous: solo"
+                "only the last pipeline stage has the draft, so it cannot form a group: write rendezvous: solo"
             )
     for key, port in ports.items():
         for argument in _engine_ports(engine, layout):
@@ -99,7 +99,8 @@ def _check(found: Rendezvous, engine: Mapping[str, Any], keys: Mapping[str, Valu
                 _refuse_port(keys.get(key, keys["group"]), port, argument)
     if several_nodes(layout) and is_loopback(found.host):
         keys["group"].fail(
-            f"{found.host} is each node's own, and the ranks are on several: write an address of the node with rank 0"
+            f"{found.host} is a loopback address, and the ranks are on several nodes: write an "
+            "address of the node with rank 0"
         )
 
 

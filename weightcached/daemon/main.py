@@ -188,6 +188,7 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
+            unmap_parked=self.leases.unmap_parked,
         )
         self._endpoint = endpoint
         # Why there is no socket any more and none could be made, or "".

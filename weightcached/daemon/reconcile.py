@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -152,6 +152,7 @@ class Reconciler:
         boot_id: str,
         manifest: Path | None,
         ahead: int | None = None,
+        unmap_parked: Callable[[str, int], Awaitable[None]] | None = None,
     ) -> None:
         self._caches = caches
         self._matcher = matcher
@@ -160,6 +161,7 @@ class Reconciler:
         self._loader = loader
         self._device = device
         self._boot_id = boot_id
+        self._unmap_parked = unmap_parked
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._lock = asyncio.Lock()
@@ -389,6 +391,9 @@ class Reconciler:
         self._matcher.forget(generation)
         # Whoever asked for it may leave meanwhile; the store would then keep the memory for good.
         await asyncio.shield(asyncio.create_task(self._take_out(generation)))
+        # Engines that sleep need it no more than we do; those that are awake keep it mapped.
+        if self._unmap_parked is not None:
+            await self._unmap_parked(generation.cache, generation.number)
 
     async def _take_out(self, generation: Generation) -> None:
         try:

@@ -41,6 +41,7 @@ from weightcached.wire.messages import (
     Memory,
     Message,
     NeedDigest,
+    Parked,
     Progress,
     Ready,
     Refused,
@@ -53,6 +54,7 @@ from weightcached.wire.messages import (
     Request,
     Status,
     StatusReply,
+    Unmap,
     Verify,
     Welcome,
     decode_request,
@@ -108,6 +110,7 @@ class Session:
         self._idle_timeout_s = idle_timeout_s
         self._purpose = "ctl"
         self._leases: dict[Generation, Lease] = {}
+        self._asking: set[asyncio.Task[None]] = set()
         self._ticket = Ticket(service.queues, peer.pid)
 
     @property
@@ -127,6 +130,7 @@ class Session:
         finally:
             for lease in self._leases.values():
                 self._service.leases.end(lease)
+            await _cancel(*self._asking)
 
     async def _hello(self) -> bool:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -152,6 +156,7 @@ class Session:
                 device=service.device,
                 pid=service.pid,
                 software=__version__,
+                parking=True,
             )
         )
         return True
@@ -200,6 +205,8 @@ class Session:
                 await self._release()
             case Rejoin():
                 await self._rejoin(request)
+            case Parked():
+                await self._park(request)
             case Reload():
                 await self._reload(request)
             case Drop():
@@ -250,7 +257,9 @@ class Session:
 
     def _begin_lease(self, generation: Generation) -> None:
         if generation not in self._leases:
-            lease = self._service.leases.begin(generation.cache, generation.number, self._peer.pid)
+            lease = self._service.leases.begin(
+                generation.cache, generation.number, self._peer.pid, self._ask_to_unmap
+            )
             self._leases[generation] = lease
             log.info(
                 "attached pid=%d cache=%s generation=%d",
@@ -311,6 +320,22 @@ class Session:
         self._begin_lease(generation)
         await self._send(Rejoined())
 
+    async def _park(self, request: Parked) -> None:
+        for lease in self._leases.values():
+            self._service.leases.park(lease, request.parked)
+        await self._send(Done())
+
+    def _ask_to_unmap(self) -> None:
+        """Send Unmap, whatever this session does now; an engine that sleeps has nothing asked."""
+        task = asyncio.create_task(self._send(Unmap()))
+        self._asking.add(task)
+        task.add_done_callback(self._asked)
+
+    def _asked(self, task: asyncio.Task[None]) -> None:
+        self._asking.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("a parked engine is not reached pid=%d error=%r", self._peer.pid, error)
+
     async def _count_fallback(self, request: Fallback) -> None:
         self._service.tally.fell_back(request.reason)
         log.info("engine loads from disk pid=%d reason=%s", self._peer.pid, request.reason)
@@ -346,8 +371,8 @@ class Session:
                 code="loading",
                 message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
             )
-        elif (engines := service.leases.on(cache.name)) and not request.force:
-            pids = ", ".join(str(lease.pid) for lease in engines)
+        elif (awake := service.leases.awake(cache.name)) and not request.force:
+            pids = ", ".join(str(lease.pid) for lease in awake)
             refusal = Refused(
                 code="in-use",
                 message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; what an "

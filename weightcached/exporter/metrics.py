@@ -102,7 +102,7 @@ def _counters(counters: dict[str, Counters]) -> Iterator[Metric]:
     names = ["device", "model", "role"]
     attaches = SummaryMetricFamily(
         "weightcached_attach_seconds",
-        "Time to hand out a generation, waiting for a load apart.",
+        "Time to hand out a generation, without waiting for a load.",
         labels=names,
     )
     phases = GaugeMetricFamily(

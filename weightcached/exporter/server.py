@@ -38,7 +38,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics":
             self._metrics()
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "there are /health and /metrics\n")
+            self._answer(HTTPStatus.NOT_FOUND, "unknown path: try /health or /metrics\n")
 
     def _health(self) -> None:
         health = self.server.node.health()

@@ -145,9 +145,9 @@ def layout_difference(ours: TensorIndex, other: TensorIndex) -> str:
     if ours.stage != other.stage or ours.role != other.role:
         return f"it is {other.stage} {other.role}, not {ours.stage} {ours.role}"
     if _packing(ours) != _packing(other):
-        return "its tensors are packed otherwise"
+        return "its tensors are packed differently"
     if _plans(ours) != _plans(other) or ours.leftovers != other.leftovers:
-        return "post-processing left other values"
+        return "post-processing left different values"
     return ""
 
 

@@ -221,7 +221,7 @@ class Binder:
                 except LOOKUP_ERRORS as e:
                     if may_be_absent:
                         continue
-                    raise PathError(name, f"nothing here to hang the tensor on ({e})") from e
+                    raise PathError(name, f"no object here for the tensor ({e})") from e
                 if tensor is None:
                     tensor = self._bound[record.names[0]] = self._make_tensor(record, there)
                 if there is not tensor:
@@ -254,7 +254,7 @@ class Binder:
                 owner, leaf = resolve_owner(self._model, path)
                 there = look_up(owner, leaf)
             except LOOKUP_ERRORS as e:
-                raise PathError(path, f"nothing here to remove ({e})") from e
+                raise PathError(path, f"no tensor here to remove ({e})") from e
             if isinstance(owner, tuple):
                 raise PathError(path, "still on the meta device, the index has no tensor for it")
             if isinstance(there, torch.Tensor) and there.is_meta:
@@ -271,7 +271,7 @@ class Binder:
         try:
             owner, leaf = resolve_owner(self._model, path)
         except LOOKUP_ERRORS as e:
-            raise PathError(path, f"nothing here to set the value on ({e})") from e
+            raise PathError(path, f"no object here for the value ({e})") from e
         if isinstance(owner, tuple):
             raise PathError(path, "a value inside a tuple cannot be replaced")
         value = decode_value(raw, module_of)
@@ -369,20 +369,22 @@ def remove(owner: Any, leaf: Any) -> None:
         object.__delattr__(owner, leaf)
 
 
-def copy_into(model: nn.Module, index: TensorIndex, storages: Storages) -> int:
-    """Copy the index's parameters and buffers in place into a model that has them all; returns the
-    tensors copied.
+def copy_into(
+    model: nn.Module, index: TensorIndex, storages: Storages, *, attributes: bool = False
+) -> int:
+    """Copy the index's parameters and buffers in place into a model that has them all, with
+    `attributes` all other tensors too; returns the tensors copied.
 
     Raises IndexFormatError before anything is written when the model has other names, shapes or
     dtypes.
     """
     present = {slot.path: slot.tensor for slot in tensors(model)}
     pairs: list[tuple[torch.Tensor, TensorRecord]] = []
-    for record in _registered(index.tensors):
+    for record in index.tensors if attributes else _registered(index.tensors):
         target = present.get(record.names[0])
         if target is None:
             raise IndexFormatError(
-                f"the model has no tensor {record.names[0]}: it was built or post-processed otherwise"
+                f"the model has no tensor {record.names[0]}: it was built or post-processed differently"
             )
         if list(target.shape) != record.shape or str(target.dtype) != f"torch.{record.dtype}":
             raise IndexFormatError(

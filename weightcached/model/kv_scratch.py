@@ -88,6 +88,7 @@ class KvScratch:
                 else:
                     self._map_memory(new, self._allocate(size, failing), failing)
             except BaseException:
+                self._unmap(new, failing)
                 new.reservation.close()
                 raise
         self._ranges[new.address] = new

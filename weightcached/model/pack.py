@@ -82,7 +82,7 @@ def _check_path(model: nn.Module, slot: TensorSlot) -> None:
         found = None
     if found is not slot.tensor:
         raise UnsupportedQuantForIPCError(
-            f"{slot.path}: this path does not lead back to the tensor; in a dict only text and integers can be keys"
+            f"{slot.path}: this path does not reach the tensor; dict keys must be text or integers"
         )
 
 
@@ -96,8 +96,8 @@ def plain_storage(slot: TensorSlot) -> torch.UntypedStorage:
         raise UnsupportedQuantForIPCError(f"{slot.path}: the loader left it on the meta device")
     if not _is_plain(tensor):
         raise UnsupportedQuantForIPCError(
-            f"{slot.path}: {type_name(type(tensor))} of layout {tensor.layout} and dtype {tensor.dtype} is no plain "
-            "strided tensor"
+            f"{slot.path}: {type_name(type(tensor))} of layout {tensor.layout} and dtype {tensor.dtype} is not a "
+            "plain strided tensor"
         )
     return tensor.untyped_storage()
 

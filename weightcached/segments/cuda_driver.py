@@ -519,7 +519,7 @@ def _find(driver: Driver, device: str) -> tuple[int, int]:
     raise DeviceError(
         f"{device} is not visible to CUDA in this process, which sees {', '.join(visible) or 'no device'} "
         f"(CUDA_VISIBLE_DEVICES is {'not set' if hidden is None else repr(hidden)}): 'weightcachectl devices' lists "
-        "this machine's"
+        "the devices of this machine"
     )
 
 

@@ -32,8 +32,8 @@ def check_device(device: str) -> str:
     """`device`, if it is well-formed: GPU-<uuid>, MIG-<uuid> or cpuN. Raises DeviceError otherwise."""
     if not _DEVICE.fullmatch(device):
         raise DeviceError(
-            f"device {device!r} is none: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, "
-            "or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists this machine's"
+            f"{device!r} is not a device name: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, "
+            "or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists the devices of this machine"
         )
     return device
 

@@ -175,3 +175,16 @@ def freeze_heap() -> None:
     it has started, and thaws them when it ends.
     """
     gc.freeze()
+
+
+def all_ranks(ok: bool, role: str) -> bool:
+    """Whether every rank says yes; one small collective, none where the rank is alone."""
+    from vllm.distributed import get_tp_group, get_world_group
+
+    # Only the last pipeline stage loads a draft, so the world would wait for ranks that never come.
+    group = get_tp_group() if role == "draft" else get_world_group()
+    if group.world_size == 1:
+        return ok
+    flag = torch.tensor([int(ok)], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag.item())

@@ -234,6 +234,6 @@ def _patch_class(
         object.__setattr__(hook.owner, "__class__", stand_ins[cls])
     except TypeError as e:
         raise UnsupportedQuantForIPCError(
-            f"{hook.module or '<root>'}: {type_name(cls)} cannot be stood in for ({e}); load this model from disk"
+            f"{hook.module or '<root>'}: {type_name(cls)} cannot have a stand-in ({e}); load this model from disk"
         ) from e
     undo.callback(object.__setattr__, hook.owner, "__class__", cls)

@@ -18,10 +18,12 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from weightcached.checkpoint.identity import record_checkpoint
@@ -129,6 +131,23 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
         compute_capability=capability,
         code_revision=_code_revision(model_config, checkpoint.root),
     )
+
+
+def with_checkpoint_as_now(
+    key: WeightCacheKey, vllm_config: Any, model_config: Any
+) -> Callable[[], WeightCacheKey]:
+    """The key again whenever it is called, with the checkpoint as it lies on disk then.
+
+    The rest of it cannot be built again: post-processing may have changed the configuration.
+    """
+    record = functools.partial(
+        record_checkpoint,
+        model_config.model,
+        revision=model_config.revision,
+        download_dir=vllm_config.load_config.download_dir,
+        load_format=_disk_format(vllm_config.load_config),
+    )
+    return lambda: msgspec.structs.replace(key, checkpoint=record())
 
 
 def layout_environment() -> dict[str, str]:

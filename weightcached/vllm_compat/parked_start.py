@@ -8,11 +8,12 @@ free memory at the start is checked at the first wake instead.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import sys
 from typing import Any
+
+from weightcached.vllm_compat.patching import wrap_once
 
 log = logging.getLogger("vllm.weightcached")
 
@@ -50,20 +51,10 @@ def install() -> None:
     """
     core = sys.modules.get("vllm.v1.engine.core")
     if core is not None and hasattr(core, "EngineCoreProc"):
-        _once(core.EngineCore, "__init__", _sleeping_init)
+        wrap_once(core.EngineCore, "__init__", _sleeping_init)
         for name in ("EngineCoreProc", "DPEngineCoreProc"):
             # Not at the end of __init__: this process's plug-ins are loaded inside of that.
-            _once(getattr(core, name, None), "run_busy_loop", _sleeping_loop)
-
-
-def _once(owner: Any, name: str, wrap: Any) -> None:
-    """Wrap a function of the class itself, not one that it inherits, unless that is done."""
-    original = vars(owner).get(name) if owner is not None else None
-    if original is None or hasattr(original, "_weightcached"):
-        return
-    wrapped: Any = functools.wraps(original)(wrap(original))
-    wrapped._weightcached = original
-    setattr(owner, name, wrapped)
+            wrap_once(getattr(core, name, None), "run_busy_loop", _sleeping_loop)
 
 
 def _sleeping_init(original: Any) -> Any:

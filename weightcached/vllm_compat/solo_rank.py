@@ -39,9 +39,7 @@ def create_vllm_config(job: LoaderJob) -> Any:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ManifestError(
-                f"{job.cache}: engine argument {name!r} is none of this vLLM's{hint}"
-            )
+            raise ManifestError(f"{job.cache}: this vLLM has no engine argument {name!r}{hint}")
     load_general_plugins()
     try:
         # `mp`: otherwise vLLM would count the GPUs that this process sees, which is one for any
@@ -86,8 +84,8 @@ def configs_of(vllm_config: Any, role: str) -> tuple[Any, Any]:
     method = drafts.method_of(vllm_config)
     if method not in CACHED_METHODS:
         raise ManifestError(
-            f"role draft: vLLM takes the speculative method as {method or 'one without a model'}, and caches are of "
-            f"{', '.join(CACHED_METHODS)}: write the method into speculative_config"
+            f"role draft: for vLLM the speculative method is {method or 'one without a model'}, but only drafts of "
+            f"{', '.join(CACHED_METHODS)} are cached: write the method into speculative_config"
         )
     return drafts.draft_config(vllm_config), vllm_config.speculative_config.draft_model_config
 

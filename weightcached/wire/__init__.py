@@ -1,3 +1,1 @@
-"""The Unix socket protocol: messages, packets and who closes which descriptor. docs/protocol.md is
-its reference.
-"""
+"""The Unix socket protocol: messages, packets, descriptors. docs/protocol.md is its reference."""

@@ -1,7 +1,7 @@
 """One blocking connection to a daemon, with a deadline on every step: for weightcachectl and the
 engine.
 
-Checks whom it talks to before it says a word. Knows nothing of what the requests mean.
+Checks its peer before it sends a byte. Knows nothing of the meaning of requests.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ _TIMEVAL = struct.Struct("ll")
 
 
 def error_of(refused: Refused) -> WeightcachedError:
-    """The error that a Refused stands for: the class with its code, or the base class for an
-    unknown one.
-    """
+    """The error for a Refused: the class with its code, or the base class for an unknown code."""
     classes = {
         c.code: c
         for c in vars(errors).values()
@@ -58,8 +56,8 @@ def error_of(refused: Refused) -> WeightcachedError:
 class Connection:
     """A connection that was welcomed. Not for several threads at once.
 
-    `welcome` says who answered. After an error other than a missed deadline of receive() it is
-    closed: what comes next on it could not be told from the answer to an earlier request.
+    `welcome` is the daemon's first answer. After an error other than a missed deadline of receive()
+    the connection is closed, because a later packet could be the answer to an earlier request.
     """
 
     def __init__(self, sock: socket.socket, path: Path, welcome: Welcome) -> None:
@@ -71,9 +69,9 @@ class Connection:
     def connect(cls, path: Path, *, timeout_s: float, purpose: Purpose, software: str = "") -> Self:
         """Connect to the daemon's socket at `path` and shake hands within `timeout_s` seconds.
 
-        Raises WeightCacheUnavailableError where no daemon answers, RuntimePathError where socket or
-        peer are not this user's, ProtocolError where the daemon speaks another version, and the
-        error of a Refused.
+        Raises WeightCacheUnavailableError if no daemon answers, RuntimePathError if socket or peer
+        belong to another user, ProtocolError if the daemon speaks another version, and the error of
+        a Refused.
         """
         deadline_s = time.monotonic() + timeout_s
         check_socket(path)
@@ -91,9 +89,7 @@ class Connection:
         return half
 
     def request(self, message: Message, timeout_s: float) -> Reply:
-        """Send a request and wait for its first reply, which may be Refused. A missed deadline
-        closes all.
-        """
+        """Send a request, wait for its first reply or Refused. A missed deadline closes this."""
         with self._close_on_error():
             self.send(message, timeout_s)
             return self.receive(timeout_s)[0]
@@ -116,11 +112,10 @@ class Connection:
             ) from e
 
     def receive(self, timeout_s: float, max_fds: int = 0) -> tuple[Reply, list[OwnedFd]]:
-        """Wait for the next message, and the at most `max_fds` descriptors with it, which the
-        caller closes.
+        """Wait for the next message, with at most `max_fds` descriptors, which the caller closes.
 
         Raises WeightCacheUnavailableError at the deadline (the connection stays open then) and when
-        the daemon is gone, ProtocolError for anything that is no reply.
+        the daemon is gone, ProtocolError for anything but a reply.
         """
         packet = self._receive_packet(timeout_s, max_fds)
         try:

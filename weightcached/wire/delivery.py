@@ -67,12 +67,10 @@ class DaemonChannel:
             )
 
     def wait_for_turn(self) -> None:
-        """Wait until the device is free for this load. Raises LoadError when the daemon goes away
-        instead.
-        """
+        """Wait until the device is free for this load. Raises LoadError if the daemon goes away."""
         self.phase("waiting")
         if not self._sock.recv(len(YOUR_TURN)):
-            raise LoadError("the daemon hung up before this load had its turn")
+            raise LoadError("the daemon hung up before this load could begin")
 
     def seconds(self) -> float:
         """Since the start, without the time spent waiting for others."""
@@ -135,7 +133,7 @@ def _tell(daemon: DaemonChannel, e: BaseException) -> None:
     try:
         daemon.send(LoaderFailed(code=code, message=text[:10_000], permanent=_is_permanent(e)))
     except OSError as gone:
-        log.error("the daemon did not hear of the failure: %s", gone)
+        log.error("cannot tell the daemon of the failure: %s", gone)
     # The last line of standard error is the failure's text should the message be lost.
     sys.stderr.write(f"{text}\n")
 

@@ -1,6 +1,4 @@
-"""Have a daemon hand out one generation to a tool: its index, and its segments' descriptors. No
-lease is counted.
-"""
+"""Fetch one generation from a daemon, for a tool: index and segment descriptors, without a lease."""
 
 from __future__ import annotations
 
@@ -39,9 +37,9 @@ def fetch_generation(
 ) -> FetchedGeneration:
     """Ask the device's daemon.
 
-    for_what: what the caller wants, as a past participle, for messages; timeout_s: for each answer.
-    Raises WeightCacheUnavailableError where no daemon or no such generation is, ProtocolError and
-    IndexFormatError for what a daemon must not hand out.
+    for_what: a past participle for messages, e.g. "verified"; timeout_s: for each answer. Raises
+    WeightCacheUnavailableError if there is no daemon or no such generation, ProtocolError and
+    IndexFormatError for a wrong answer.
     """
     with Connection.connect(
         socket_path(device, socket_dir), timeout_s=timeout_s, purpose="ctl"

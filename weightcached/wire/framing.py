@@ -21,8 +21,8 @@ MAX_PACKET_BYTES = 64 * 1024
 # The kernel refuses more than 253 in one message (SCM_MAX_FD).
 MAX_PACKET_FDS = 250
 MAX_LARGE_BYTES = 16 * 1024 * 1024
-# What the daemon takes from a peer: a key of 4096 files. One of 16 MiB would occupy it for 0.2 s to
-# decode.
+# The daemon's limit for a request: room for a key of 4096 files. Decoding 16 MiB would take it 0.2
+# s.
 MAX_REQUEST_BYTES = 1024 * 1024
 # Not a msgpack map or array, so it cannot begin a message.
 _LARGE = b"\xc1large"
@@ -31,9 +31,7 @@ _FD_BYTES = array.array("i").itemsize
 
 
 class Packet(NamedTuple):
-    """One packet as received. Its descriptors are owned by the list from the moment the kernel
-    installed them.
-    """
+    """One received packet. The list owns the descriptors from the moment the kernel installed them."""
 
     data: bytes
     fds: list[OwnedFd]
@@ -83,9 +81,7 @@ def is_large(packet: Packet) -> bool:
 
 
 def large_nbytes(packet: Packet, *, max_nbytes: int) -> int:
-    """How long the message of a large packet is. Raises ProtocolError if it is unsealed or longer
-    than that.
-    """
+    """The length of a large packet's message. Raises ProtocolError if it is unsealed or too long."""
     return _of_memfd(sealed_nbytes, packet.fds[0], max_nbytes)
 
 
@@ -109,7 +105,7 @@ def recv_unread(sock: socket.socket, *, max_fds: int) -> Packet:
     limits (every descriptor that came is closed first), BlockingIOError on an empty non-blocking
     socket, OSError otherwise.
     """
-    # Room for one more than allowed: an excess is then seen and named, not only as truncation.
+    # Room for one more than allowed: then an excess has its own error, not only that of truncation.
     space = socket.CMSG_SPACE((min(max_fds, MAX_PACKET_FDS) + 1) * _FD_BYTES)
     data, ancillary, flags, _ = sock.recvmsg(MAX_PACKET_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     fds = _adopt(ancillary)

@@ -1,8 +1,9 @@
-"""What the daemon asks of a loader child: one JSON document on its standard input.
+"""The job of a loader child: one JSON document on its standard input.
 
 The child also inherits one end of a SOCK_SEQPACKET socketpair, whose number is `socket_fd`; over it
-go LoaderProgress, LoaderKey, LoaderIndex, Descriptors and LoaderFailed (wire/messages.py). The
-daemon sends one packet: a child that `waits` touches neither device nor weights before it has come.
+the child sends LoaderProgress, LoaderKey, LoaderIndex, Descriptors and LoaderFailed
+(wire/messages.py). The daemon sends one packet: a child that `waits` touches neither device nor
+weights before that packet.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ from typing import Any, Literal
 
 import msgspec
 
-# What the daemon sends to a child that waits.
+# The daemon's packet to a child that waits.
 YOUR_TURN = b"your turn"
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a loader is told of its group: where, how long, and this node's devices in local-rank
-    order.
-    """
+    """A loader's group: address, time to wait, and this node's devices in local-rank order."""
 
     host: str
     port: int

@@ -59,35 +59,45 @@ class Attach(Message, frozen=True):
 
 
 class Memory(Message, frozen=True):
-    """Ask how many device bytes the generation matching `key` holds; answered as Attach is, without
-    descriptors.
+    """Ask for the bytes of the generation that matches `key`.
+
+    Answered as Attach is, without descriptors.
     """
 
     key: WeightCacheKey
 
 
 class Release(Message, frozen=True):
-    """The engine has its own copy: free the generation it leased once no other lease holds it.
+    """The engine has its own copy: free the leased generation after the last other lease.
+
     Answered by Done.
     """
 
 
 class Rejoin(Message, frozen=True):
-    """Renew a lease after the daemon was restarted, on exactly the generation that is mapped
-    already.
-    """
+    """Renew a lease on exactly the generation that is mapped, after a restart of the daemon."""
 
     cache: Name
     generation: Count
     index_digest: Name
 
 
+class Parked(Message, frozen=True):
+    """The engine of this connection's leases sleeps, or has woken; answered by Done.
+
+    While it sleeps the daemon may send Unmap at any time. Only for a daemon whose Welcome says
+    `parking`.
+    """
+
+    parked: bool
+
+
 class Reload(Message, frozen=True):
     """Read the manifest again and load what changed, failed or was released; Progress*, then
     ReloadReply.
 
-    With `force`, load everything anew. `caches` limits it to names like "llama-8b/target"; empty
-    means all.
+    With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target";
+    empty means all.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
@@ -95,26 +105,23 @@ class Reload(Message, frozen=True):
 
 
 class Drop(Message, frozen=True):
-    """Free one cache; refused while engines hold leases unless `force`. Answered by Done or
-    Refused.
-    """
+    """Free one cache; refused while engines hold leases, unless `force`. Answered by Done."""
 
     cache: Name
     force: bool = False
 
 
 class Verify(Message, frozen=True):
-    """Hand out a generation so that the client recomputes its digests; answered as Attach is. No
-    lease is counted.
+    """Hand out a generation, whose digests the client recomputes. No lease begins.
+
+    Answered as Attach is.
     """
 
     cache: Name
 
 
 class Fallback(Message, frozen=True):
-    """An engine of this device does not use a cache and loads from disk: `reason` is the code.
-    Answered by Done.
-    """
+    """An engine of this device loads from disk; `reason` is the code. Answered by Done."""
 
     reason: Annotated[str, Meta(pattern="^[a-z][a-z0-9-]{0,49}$")]
 
@@ -123,18 +130,17 @@ class Fallback(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The connection is accepted."""
+    """The connection is accepted. With `parking` the daemon knows Parked and may send Unmap."""
 
     protocol: int
     device: Name
     pid: Count
     software: Text = ""
+    parking: bool = False
 
 
 class Refused(Message, frozen=True):
-    """The request or connection is refused; `code` is stable (errors.py), `message` is for a
-    person.
-    """
+    """Request or connection are refused. `code` is stable (errors.py), `message` is for a person."""
 
     code: Name
     message: Text
@@ -188,9 +194,7 @@ class Mismatch(Message, frozen=True):
 
 
 class NeedDigest(Message, frozen=True):
-    """The daemon cannot decide on the checkpoint yet: send the request again with the digest of
-    `rung` filled in.
-    """
+    """Undecided on the checkpoint: send the request again with the digest of `rung` filled in."""
 
     rung: Literal["sample", "full"]
     files: list[Name] = []
@@ -223,6 +227,13 @@ class Rejoined(Message, frozen=True):
     """The lease is renewed."""
 
 
+class Unmap(Message, frozen=True):
+    """To a parked engine, unasked: the daemon needs the room of its weights. The engine unmaps and
+    hangs up, and attaches again before it wakes. An engine that wakes just now sends Parked
+    instead, and keeps them.
+    """
+
+
 class Progress(Message, frozen=True):
     """One cache's progress during Reload."""
 
@@ -234,7 +245,7 @@ class Progress(Message, frozen=True):
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reload did to one cache."""
+    """The result of a reload for one cache."""
 
     cache: Name
     outcome: Literal["loaded", "unchanged", "failed", "dropped"]
@@ -244,17 +255,18 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReloadReply(Message, frozen=True):
-    """The reload is over. `error` is set when the manifest itself was refused; then nothing was
-    changed.
-    """
+    """The reload is over. With `error` the manifest was refused, and nothing has changed."""
 
     outcomes: list[CacheOutcome] = []
     error: Text = ""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's lease. A parked one sleeps, and would unmap if asked."""
+
     pid: int
     since: float
+    parked: bool = False
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,7 +290,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon counted since it started, for metrics.
+    """Counts since the daemon started, for metrics.
 
     attaches and attach_seconds are by cache: generations handed out, and the seconds from the
     request, or from the end of the load that it waited for, to the last descriptor. mismatches are
@@ -297,9 +309,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReply(Message, frozen=True):
-    """The daemon's whole state. `since` is in seconds since the epoch. A daemon of an older version
-    has no counters.
-    """
+    """The daemon's whole state. since: seconds from the epoch. Older daemons have no counters."""
 
     device: Name
     pid: Count
@@ -316,7 +326,7 @@ class StatusReply(Message, frozen=True):
 
 
 class LoaderProgress(Message, frozen=True):
-    """Where the loader is. Bytes count within the phase."""
+    """The loader's phase. Bytes count within the phase."""
 
     phase: Text
     done_bytes: Count = 0
@@ -324,9 +334,7 @@ class LoaderProgress(Message, frozen=True):
 
 
 class LoaderKey(Message, frozen=True):
-    """The key, sent before weights are read: engines that start meanwhile learn that their cache is
-    coming.
-    """
+    """The key, before weights are read, for engines that start meanwhile."""
 
     key: WeightCacheKey
 
@@ -339,19 +347,19 @@ class LoaderIndex(Message, frozen=True):
 
 
 class LoaderFailed(Message, frozen=True):
-    """The load failed with a reason a person can act on. `permanent`: a retry without a change is
-    pointless.
-    """
+    """The load failed, with a reason for a person. permanent: a retry would not help."""
 
     code: Name
     message: Text
     permanent: bool = False
 
 
-Request = Hello | Status | Attach | Memory | Release | Rejoin | Reload | Drop | Verify | Fallback
+Request = (
+    Hello | Status | Attach | Memory | Release | Rejoin | Parked | Reload | Drop | Verify | Fallback
+)
 Reply = (
     Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released
-    | Done | Rejoined | Progress | ReloadReply | StatusReply
+    | Done | Rejoined | Unmap | Progress | ReloadReply | StatusReply
 )  # fmt: skip
 LoaderMessage = LoaderProgress | LoaderKey | LoaderIndex | LoaderFailed | Descriptors
 
@@ -362,9 +370,7 @@ _loader = msgspec.msgpack.Decoder(LoaderMessage)
 
 
 def encode(message: Message) -> bytes:
-    """The message as msgpack. Of a path whose bytes are no UTF-8, "?" stands for what cannot be
-    said.
-    """
+    """The message as msgpack. In a path that is not UTF-8, "?" replaces undecodable bytes."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
@@ -380,17 +386,17 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def decode_request(data: bytes) -> Request:
-    """A client's message. Raises ProtocolError with the path of what is wrong."""
+    """A client's message. Raises ProtocolError with the path of the wrong value."""
     return _decode(_requests, data)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """A daemon's message. Raises ProtocolError with the path of what is wrong."""
+    """A daemon's message. Raises ProtocolError with the path of the wrong value."""
     return _decode(_replies, data)
 
 
 def decode_loader(data: bytes) -> LoaderMessage:
-    """A loader child's message. Raises ProtocolError with the path of what is wrong."""
+    """A loader child's message. Raises ProtocolError with the path of the wrong value."""
     return _decode(_loader, data)
 
 

@@ -1,7 +1,8 @@
-"""What a daemon holds, in a file beside its socket: for an engine that asks while the daemon restarts.
+"""A file beside the daemon's socket with the memory that it holds, for an engine that asks while
+the daemon restarts.
 
-The descriptor store's memory outlives the daemon, and an engine that took the device for empty would ask for
-more than there is. The file is a hint and no promise: who has a daemon's answer goes by that.
+The descriptor store's memory outlives the daemon. An engine that believed the device to be empty
+would ask for more than there is. The file is a hint: a daemon's answer counts more.
 
     $XDG_RUNTIME_DIR/weightcached/<DEVICE>.resident      0600, JSON, replaced as a whole
 """
@@ -33,7 +34,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def held(status: StatusReply) -> list[Held]:
-    """What a daemon holds by its own account."""
+    """The daemon's own statement of the memory that it holds."""
     return [
         Held(cache=c.name, generation=c.generation, nbytes=c.bytes, engines=c.engines)
         for c in status.caches
@@ -42,8 +43,10 @@ def held(status: StatusReply) -> list[Held]:
 
 
 class Resident(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon of `device` held when it last changed. `stopped`: it ended as it was told to, so none may
-    come back; a service manager that restarts it keeps the memory nevertheless.
+    """Memory held by the daemon of `device` at the last change.
+
+    stopped: it was told to end, so it may not come back; but a manager that restarts it keeps the
+    memory.
     """
 
     device: str
@@ -61,7 +64,7 @@ def write(socket: Path, resident: Resident) -> None:
     """Replace the file as a whole. Raises OSError."""
     path = path_of(socket)
     part = path.with_suffix(".resident.part")
-    # Whoever may have left one behind: O_EXCL on a fresh name never writes through somebody's link.
+    # O_EXCL on a fresh name never writes through a link that somebody put there.
     part.unlink(missing_ok=True)
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -75,7 +78,7 @@ def write(socket: Path, resident: Resident) -> None:
 
 
 def read(socket: Path) -> Resident | None:
-    """What the daemon of this socket held last; None where nothing trustworthy of this boot says so."""
+    """Memory last held by the daemon of this socket; None without a trustworthy file of this boot."""
     path = path_of(socket)
     try:
         check_private_dir(path.parent)

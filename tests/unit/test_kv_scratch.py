@@ -1,0 +1,201 @@
+"""A KV cache over scratch while parked and over memory of its own while awake, on a stateful fake
+driver.
+
+That a graph captured over the one computes over the other, and how long it takes, needs a GPU:
+bench/sleep.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fakes.cuda_driver import MIB, CUresult, FakeDriver, FakeGpu, no_leaks
+from weightcached.errors import OutOfDeviceMemoryError, SegmentError
+from weightcached.model.kv_scratch import KvScratch, ParkedAllocationError
+from weightcached.segments.cuda_driver import CudaError, Gpu
+
+UNIT = 2 * MIB
+SIZE = 8 * UNIT
+DEVICE = f"GPU-{FakeGpu().uuid}"
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    driver = FakeDriver(FakeGpu(total_bytes=64 * MIB))
+    with no_leaks(driver):
+        yield driver
+
+
+def scratch_of(driver: FakeDriver, *, parked: bool) -> KvScratch:
+    return KvScratch(Gpu(DEVICE, driver), parked=parked, scratch_bytes=UNIT)
+
+
+def free_bytes(driver: FakeDriver) -> int:
+    gpu = Gpu(DEVICE, driver)
+    try:
+        return gpu.memory()[0]
+    finally:
+        gpu.context.close()
+
+
+def test_parked_cache_can_be_used_and_costs_its_scratch_alone(driver: FakeDriver) -> None:
+    before = free_bytes(driver)
+    scratch = scratch_of(driver, parked=True)
+    address = scratch.allocate(SIZE - 5)
+    assert (before - free_bytes(driver), scratch.nbytes) == (UNIT, SIZE)
+    for offset in (0, UNIT, SIZE - 4):
+        driver.write(address + offset, b"abcd")
+    # One piece of memory, wherever it is looked at.
+    assert driver.read(address + 2 * UNIT, 4) == b"abcd"
+    scratch.free(address)
+
+
+def test_awake_cache_has_zeroed_memory_of_its_own_at_the_same_addresses(driver: FakeDriver) -> None:
+    before = free_bytes(driver)
+    scratch = scratch_of(driver, parked=True)
+    address = scratch.allocate(SIZE)
+    driver.write(address, b"left over")
+    scratch.wake()
+    assert before - free_bytes(driver) == SIZE + UNIT
+    assert driver.read(address, SIZE) == bytes(SIZE)
+    driver.write(address, b"one")
+    driver.write(address + UNIT, b"two")
+    assert driver.read(address, 3) == b"one"
+    scratch.free(address)
+    assert free_bytes(driver) == before
+
+
+def test_cycles_leave_nothing_behind_and_wake_to_zeros(driver: FakeDriver) -> None:
+    scratch = scratch_of(driver, parked=False)
+    address = scratch.allocate(SIZE)
+    scratch.park()
+    live, free = driver.live(), free_bytes(driver)
+    for _ in range(5):
+        scratch.wake()
+        scratch.wake()
+        assert driver.read(address, SIZE) == bytes(SIZE)
+        driver.write(address, b"x" * SIZE)
+        scratch.park()
+        scratch.park()
+        assert (driver.live(), free_bytes(driver)) == (live, free)
+    scratch.free(address)
+
+
+def test_started_awake_there_is_no_scratch_until_it_sleeps(driver: FakeDriver) -> None:
+    before = free_bytes(driver)
+    scratch = scratch_of(driver, parked=False)
+    address = scratch.allocate(SIZE)
+    assert before - free_bytes(driver) == SIZE
+    scratch.park()
+    assert before - free_bytes(driver) == UNIT
+    scratch.free(address)
+
+
+def test_without_room_it_sleeps_on_and_wakes_later(driver: FakeDriver) -> None:
+    scratch, other = scratch_of(driver, parked=True), scratch_of(driver, parked=False)
+    address = scratch.allocate(SIZE)
+    taken = other.allocate(free_bytes(driver))
+    with pytest.raises(
+        OutOfDeviceMemoryError, match=r"^cannot wake a KV cache of 16777216 bytes: "
+    ):
+        scratch.wake(wait_s=0)
+    assert scratch.parked
+    driver.write(address, b"still usable")
+    other.free(taken)
+    scratch.wake(wait_s=0)
+    assert driver.read(address, SIZE) == bytes(SIZE)
+    scratch.free(address)
+
+
+def test_memory_that_comes_a_little_later_is_waited_for(driver: FakeDriver) -> None:
+    scratch, other = scratch_of(driver, parked=True), scratch_of(driver, parked=False)
+    address = scratch.allocate(SIZE)
+    taken = other.allocate(free_bytes(driver))
+    freed = threading.Timer(0.05, other.free, (taken,))
+    freed.start()
+    began_s = time.monotonic()
+    scratch.wake(wait_s=20)
+    freed.join()
+    assert 0.03 < time.monotonic() - began_s < 15
+    scratch.free(address)
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemCreate", "cuMemUnmap", "cuMemMap", "cuMemSetAccess", "cuMemsetD8"]
+)
+def test_failed_wake_leaves_it_parked_and_can_be_repeated(driver: FakeDriver, call: str) -> None:
+    scratch = scratch_of(driver, parked=True)
+    address = scratch.allocate(SIZE)
+    live = driver.live()
+    driver.fail(call)
+    with pytest.raises(CudaError):
+        scratch.wake()
+    assert (scratch.parked, driver.live()) == (True, live)
+    driver.write(address, b"still usable")
+    scratch.wake()
+    assert driver.read(address, 1) == b"\0"
+    scratch.free(address)
+
+
+@pytest.mark.parametrize("parked", [True, False])
+@pytest.mark.parametrize(
+    ("call", "nth"),
+    [("cuMemAddressReserve", 1), ("cuMemCreate", 1), ("cuMemMap", 1), ("cuMemSetAccess", 1)],
+)
+def test_failed_allocation_leaves_nothing(
+    driver: FakeDriver, call: str, nth: int, parked: bool
+) -> None:
+    scratch = scratch_of(driver, parked=parked)
+    driver.fail(call, nth=nth)
+    with pytest.raises(CudaError):
+        scratch.allocate(SIZE)
+    assert scratch.nbytes == 0
+    scratch.free(scratch.allocate(SIZE))
+
+
+def test_scratch_mapped_in_part_is_unmapped_again(driver: FakeDriver) -> None:
+    scratch = scratch_of(driver, parked=True)
+    driver.fail("cuMemMap", nth=3)
+    with pytest.raises(CudaError):
+        scratch.allocate(SIZE)
+    assert driver.live().mappings == 0
+    scratch.free(scratch.allocate(SIZE))
+
+
+def test_memory_is_taken_only_after_the_kernels_that_use_it(driver: FakeDriver) -> None:
+    scratch = scratch_of(driver, parked=False)
+    address = scratch.allocate(SIZE)
+    driver.launch(address, SIZE)
+    scratch.park()
+    driver.launch(address, SIZE)
+    scratch.wake()
+    driver.launch(address, SIZE)
+    scratch.free(address)
+
+
+def test_second_allocation_is_refused_while_parked_and_told_of_otherwise(
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    scratch = scratch_of(driver, parked=True)
+    first = scratch.allocate(SIZE)
+    with pytest.raises(ParkedAllocationError, match="a second allocation of 4194304 bytes came"):
+        scratch.allocate(2 * UNIT)
+    scratch.wake()
+    second = scratch.allocate(2 * UNIT)
+    assert "a second allocation of 4194304 bytes" in caplog.text
+    scratch.park()
+    scratch.wake()
+    assert driver.read(second, 4) == bytes(4)
+    scratch.free(first)
+    scratch.free(second)
+
+
+def test_lack_of_memory_for_an_awake_cache_says_what_is_free(driver: FakeDriver) -> None:
+    scratch = scratch_of(driver, parked=False)
+    driver.fail("cuMemCreate", result=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    with pytest.raises(SegmentError, match=r"67108864 of 67108864 bytes are free$"):
+        scratch.allocate(SIZE)

@@ -1,0 +1,291 @@
+"""vLLM's GPU worker where it sleeps, wakes, and takes new weights, with weights that others map.
+
+What would write into shared pages is refused before the first byte; what frees or restores weights
+leaves mapped ones alone. How a sleeping engine's memory comes and goes is in
+model/kv_scratch.py and model/mapped.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from weightcached.errors import SharedWeightsError
+from weightcached.model import mapped
+from weightcached.model.kv_scratch import KvPool, KvScratch
+from weightcached.segments.cuda_driver import Gpu
+from weightcached.vllm_compat import parked_start
+from weightcached.vllm_compat.build import gpu_of_worker
+from weightcached.vllm_compat.patching import wrap_once
+
+log = logging.getLogger("vllm.weightcached")
+
+# Of the worker; each ends in writes to the model's tensors.
+_WRITERS = (
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "reset_weights",
+)
+_REFUSAL = (
+    "{} would write into weights that other engines map: use mode 'copy' "
+    '(--model-loader-extra-config \'{{"mode": "copy"}}\'), or load the new weights into the daemon '
+    "('weightcachectl reload') and call reload_weights()"
+)
+_kv_pool: KvPool | None = None
+
+
+def install(reload_weights: Callable[[Any], bool]) -> None:
+    """Patch vLLM's GPU worker, from which the CPU's inherits, if this process has one. Again and
+    again is fine.
+
+    `reload_weights` gets a worker whose weights shall be read again, and says whether it did that;
+    otherwise vLLM reads them from disk.
+    """
+    module = sys.modules.get("vllm.v1.worker.gpu_worker")
+    worker = getattr(module, "Worker", None)
+    wrap_once(worker, "sleep", _sleep)
+    wrap_once(worker, "wake_up", _wake_up)
+    wrap_once(worker, "compile_or_warm_up_model", _warm_up)
+    wrap_once(worker, "_maybe_get_memory_pool_context", _memory_pool)
+    wrap_once(worker, "shutdown", _shutdown)
+    wrap_once(worker, "reload_weights", lambda original: _reload(original, reload_weights))
+    for name in _WRITERS:
+        wrap_once(worker, name, _refusing)
+
+
+def models_of(worker: Any) -> list[nn.Module]:
+    """Target and draft of a worker, as far as it has them."""
+    runner = getattr(worker, "model_runner", None)
+    found = [getattr(runner, name, None) for name in ("get_model", "get_draft_model")]
+    models = []
+    for get in found:
+        with contextlib.suppress(AttributeError, AssertionError):
+            models.append(get() if get else None)
+    return [model for model in models if isinstance(model, nn.Module)]
+
+
+def mapped_of(worker: Any) -> list[mapped.MappedModel]:
+    """What the models of a worker map."""
+    found = [mapped.of(model) for model in models_of(worker)]
+    return [each for each in found if each is not None]
+
+
+def refuse_writes(model: nn.Module) -> None:
+    """Let load_weights() of a mapped model, which a function sent to the workers may call, say why
+    not instead of faulting on a read-only page.
+    """
+
+    def load_weights(*arguments: Any, **named: Any) -> Any:
+        raise SharedWeightsError(_REFUSAL.format("load_weights()"))
+
+    if hasattr(model, "load_weights"):
+        object.__setattr__(model, "load_weights", load_weights)
+
+
+def settle_for_reloads(model: nn.Module, device: Any) -> None:
+    """Have vLLM's layer by layer reload make its tensors on the device, and not where the model was
+    built, which was the meta device; and forget how far a load had come that never began.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+    except ImportError:
+        return
+    for layer in model.modules():
+        info = layerwise.LAYERWISE_INFO.get(layer)
+        if info is not None:
+            info.reset()
+            info.restore_device = device
+
+
+# ---- sleep
+
+
+def kv_pool() -> KvPool | None:
+    """The pool of this process's KV cache, where it is ours."""
+    return _kv_pool
+
+
+def _sleep(original: Any) -> Any:
+    def sleep(self: Any, level: int = 1) -> None:
+        if level == 2 and mapped_of(self):
+            # vLLM would copy the buffers back on wake, some of them into shared pages.
+            log.info(
+                "sleep level 2 is done as level 1: the weights are mapped and cost this engine nothing"
+            )
+            level = 1
+        try:
+            original(self, level)
+        except AssertionError as e:
+            # Measured on the whole device, where another engine may wake meanwhile.
+            if "Memory usage increased" not in str(e):
+                raise
+            log.warning("asleep; another process took memory of the device meanwhile")
+
+    return sleep
+
+
+def _wake_up(original: Any) -> Any:
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        original(self, tags)
+        if _kv_pool is None or not _kv_pool.scratch.parked:
+            vars(self).pop("execute_model", None)
+
+    return wake_up
+
+
+def _warm_up(original: Any) -> Any:
+    def compile_or_warm_up_model(self: Any) -> Any:
+        times = original(self)
+        if _kv_pool is not None and _kv_pool.scratch.parked:
+            # Until its first wake. What is over scratch could be computed, and would be wrong.
+            self.execute_model = _refuse_to_execute
+        return times
+
+    return compile_or_warm_up_model
+
+
+def _refuse_to_execute(*arguments: Any, **named: Any) -> Any:
+    raise RuntimeError("this engine is parked: wake_up() comes before its first request")
+
+
+def _memory_pool(original: Any) -> Any:
+    def _maybe_get_memory_pool_context(self: Any, tag: str) -> Any:
+        if tag != "kv_cache" or not _uses_backend(self.vllm_config):
+            return original(self, tag)
+        parked = parked_start.starts_parked(self.vllm_config)
+        reason = _why_not_ours(self.vllm_config)
+        if not reason:
+            return _in_kv_pool(parked)
+        if parked:
+            raise ValueError(f"this engine cannot start parked: {reason}")
+        log.warning("the KV cache is left to vLLM's own sleep back end: %s", reason)
+        return original(self, tag)
+
+    return _maybe_get_memory_pool_context
+
+
+def _uses_backend(vllm_config: Any) -> bool:
+    model = vllm_config.model_config
+    return (
+        getattr(model, "enable_sleep_mode", False)
+        and getattr(model, "sleep_mode_backend", None) == parked_start.BACKEND
+    )
+
+
+def _why_not_ours(vllm_config: Any) -> str:
+    """Why this engine's KV cache cannot lie over scratch while it sleeps; "" where it can."""
+    connector = getattr(vllm_config, "kv_transfer_config", None)
+    if connector is not None:
+        return f"the KV connector {connector.kv_connector} registers its memory"
+    if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
+        return "hisparse_config places more than the KV cache there"
+    layers = vllm_config.compilation_config.static_forward_context
+    for name, layer in layers.items():
+        if any(kind.__name__ == "StaticSinkAttention" for kind in type(layer).__mro__):
+            return f"{name} is StaticSinkAttention, which fills its part of the cache only once"
+    return ""
+
+
+@contextlib.contextmanager
+def _in_kv_pool(parked: bool) -> Iterator[None]:
+    global _kv_pool  # noqa: PLW0603  one engine a process, as vLLM's own allocator has it
+    if _kv_pool is None:
+        # Before the interpreter goes, and torch with it.
+        atexit.register(_close_kv_pool)
+    else:
+        _kv_pool.close()
+    _kv_pool = KvPool(KvScratch(Gpu(gpu_of_worker()), parked=parked))
+    with _without_expandable_segments(), _kv_pool.use():
+        yield
+    log.info(
+        "KV cache of %.1f GiB %s",
+        _kv_pool.scratch.nbytes / 2**30,
+        "over scratch until the first wake" if parked else "can be parked",
+    )
+
+
+@contextlib.contextmanager
+def _without_expandable_segments() -> Iterator[None]:
+    """Torch maps those itself, at addresses of its own, and asks no pool's allocator."""
+    from vllm.device_allocator import alloc_conf
+
+    before = alloc_conf.current_alloc_conf()
+    name = alloc_conf.EXPANDABLE_SEGMENTS
+    if not alloc_conf.conf_flag_enabled(before, name):
+        yield
+        return
+    # The whole text: what is left out of it falls back to its default.
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(before, name, False))
+    try:
+        yield
+    finally:
+        alloc_conf.set_alloc_conf(before)
+
+
+def _shutdown(original: Any) -> Any:
+    def shutdown(self: Any) -> None:
+        original(self)
+        _close_kv_pool()
+
+    return shutdown
+
+
+def _close_kv_pool() -> None:
+    if _kv_pool is not None:
+        _kv_pool.close()
+
+
+# ---- new weights
+
+
+def _reload(original: Any, reload_weights: Callable[[Any], bool]) -> Any:
+    def _reload_weights(self: Any, *arguments: Any, **named: Any) -> Any:
+        given = [*arguments, *named.values()]
+        if any(value not in (None, True) for value in given):
+            if mapped_of(self):
+                raise SharedWeightsError(
+                    _REFUSAL.format("reload_weights() with weights of its own")
+                )
+            return original(self, *arguments, **named)
+        if reload_weights(self):
+            return None
+        with _writable(models_of(self)):
+            return original(self, *arguments, **named)
+
+    return _reload_weights
+
+
+@contextlib.contextmanager
+def _writable(models: list[nn.Module]) -> Iterator[None]:
+    refusals = [(model, vars(model).pop("load_weights", None)) for model in models]
+    try:
+        yield
+    finally:
+        for model, refusal in refusals:
+            if refusal is not None:
+                object.__setattr__(model, "load_weights", refusal)
+
+
+def reset_caches(worker: Any) -> None:
+    """Forget what was computed with the old weights, as vLLM does after a reload."""
+    for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+        if (reset := getattr(worker.model_runner, name, None)) is not None:
+            reset()
+
+
+def _refusing(original: Any) -> Any:
+    def refused(self: Any, *arguments: Any, **named: Any) -> Any:
+        if mapped_of(self):
+            raise SharedWeightsError(_REFUSAL.format(f"{original.__name__}()"))
+        return original(self, *arguments, **named)
+
+    return refused
