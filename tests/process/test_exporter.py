@@ -1,6 +1,4 @@
-"""`weightcached exporter` over real HTTP, with real daemons; its metrics are read by Prometheus's
-own parser.
-"""
+"""`weightcached exporter` over real HTTP, with real daemons and Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import limits
 from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
 from tests.fakes.daemon import (
@@ -119,6 +118,7 @@ def exporter(short_tmp: Path) -> Iterator[Callable[..., Exporter]]:
         yield make
 
 
+@pytest.mark.timed
 def test_health_is_lost_within_two_seconds_of_a_daemons_death_and_comes_back(
     daemon: DaemonProcess, exporter: Callable[..., Exporter]
 ) -> None:
@@ -127,14 +127,15 @@ def test_health_is_lost_within_two_seconds_of_a_daemons_death_and_comes_back(
     assert node.address == "127.0.0.1"
     daemon.signal(signal.SIGKILL)
     took_s, text = node.until(503)
-    assert took_s < ALARM_S
+    limits.hold("/health changes", took_s, ALARM_S)
     assert text.startswith("cpu0 tiny/target: ")
     daemon.wait()
     daemon.start()
     took_s, _ = node.until(200)
-    assert took_s < ALARM_S
+    limits.hold("/health changes", took_s, ALARM_S)
 
 
+@pytest.mark.timed
 def test_health_of_a_daemon_that_hangs_is_lost_within_two_seconds(
     daemon: DaemonProcess, exporter: Callable[..., Exporter]
 ) -> None:
@@ -145,7 +146,7 @@ def test_health_of_a_daemon_that_hangs_is_lost_within_two_seconds(
         took_s, _ = node.until(503)
     finally:
         daemon.signal(signal.SIGCONT)
-    assert took_s < ALARM_S
+    limits.hold("/health changes", took_s, ALARM_S)
     node.until(200)
 
 
@@ -166,6 +167,7 @@ def test_health_names_each_cache_that_is_not_ready_and_why(
     )
 
 
+@pytest.mark.timed
 def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
     daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
 ) -> None:
@@ -179,12 +181,13 @@ def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
         )
         outcome = reload(daemon)["second/target"]
         took_s, text = node.until(expected)
-        assert (outcome, took_s < ALARM_S) == (state, True)
+        assert outcome == state
+        limits.hold("/health changes", took_s, ALARM_S)
         assert text.startswith("cpu0 second/target: failed: " if fault else "ready: 2 caches")
 
 
 def reload(daemon: DaemonProcess) -> dict[str, str]:
-    """Have the manifest read again. Returns what came of each cache, once it has."""
+    """Have the manifest read again. Returns the outcome of each cache."""
     with daemon.client("ctl") as tool:
         tool.send(Reload())
         while not isinstance(reply := tool.receive(), ReloadReply):
@@ -295,9 +298,7 @@ def test_preloads_health_port_is_the_exporter(
 def test_preloads_health_host_is_the_only_address(
     launch: PreloadLauncher, checkpoint: Path
 ) -> None:
-    """By default 127.0.0.1: any address of 127.0.0.0/8 is this machine's, so another of them
-    tells.
-    """
+    """By default 127.0.0.1 alone: another address of 127.0.0.0/8 must not answer."""
     for options, listens, refuses in (
         ([], "127.0.0.1", "127.0.0.2"),
         (["--weight-cache-health-host", "127.0.0.2"], "127.0.0.2", "127.0.0.1"),

@@ -1,8 +1,5 @@
-"""Hundreds of hostile connections at once: a normal client does not notice. bench/flood.py measures
-it for longer.
-
-The limits are the daemon's promise on a machine that has time for it; that its own turns are short
-holds on any.
+"""Hundreds of hostile connections at once: a normal client is served. How fast, `make bench` says,
+and bench/flood.py for longer.
 """
 
 from __future__ import annotations
@@ -11,6 +8,7 @@ import pytest
 
 from bench import flood
 from bench.fuzz import ATTACH_LIMIT_S, STATUS_LIMIT_S
+from tests import limits
 
 SECONDS = 2.5
 PRIORITY = -10
@@ -18,6 +16,7 @@ PRIORITY = -10
 TURN_LIMIT_S = 0.03
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "kinds",
     ["silent+half", "status+never-reads", "mismatch+garbage", "descriptors+large", "connect"],
@@ -25,14 +24,14 @@ TURN_LIMIT_S = 0.03
 def test_status_and_attach_stay_fast_in_a_flood(kinds: str) -> None:
     figures = flood.measure(kinds.split("+"), SECONDS, priority=PRIORITY)
     assert figures.faults == []
-    assert max((turn.cpu_s for turn in figures.turns), default=0.0) < TURN_LIMIT_S, (
-        figures.summary()
-    )
-    assert len(figures.status_s) >= 5
-    # The machine may be busy with something else for some of them.
-    assert sorted(figures.status_s)[int(len(figures.status_s) * 0.9)] < STATUS_LIMIT_S, (
-        figures.summary()
-    )
-    assert sorted(figures.attach_s)[int(len(figures.attach_s) * 0.9)] < ATTACH_LIMIT_S, (
-        figures.summary()
-    )
+    assert figures.status_s
+    assert figures.attach_s
+    turn_s = max((turn.cpu_s for turn in figures.turns), default=0.0)
+    limits.hold("processor time of one turn", turn_s, TURN_LIMIT_S, figures.summary())
+    for what, times_s, limit_s in (
+        ("status", figures.status_s, STATUS_LIMIT_S),
+        ("attach", figures.attach_s, ATTACH_LIMIT_S),
+    ):
+        # The machine may be busy with something else for some of them.
+        most_s = sorted(times_s)[int(len(times_s) * 0.9)]
+        limits.hold(f"{what}, nine of ten", most_s, limit_s, figures.summary())

@@ -1,6 +1,4 @@
-"""Wild messages at a real daemon: each is answered, and what it serves stays as it was.
-bench/fuzz.py sends more.
-"""
+"""Wild messages at a real daemon: each is answered, its caches stay. bench/fuzz.py sends more."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import fuzz
+from tests import limits
 from tests.fakes.checkpoints import key_of, write_checkpoint
 from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, model, until
@@ -40,7 +39,8 @@ from weightcached.wire.messages import (
     encode,
 )
 
-EXAMPLES = 1500
+# `make fuzz` has a profile with more.
+EXAMPLES = max(300, settings().max_examples)
 SETTINGS = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
 STATUS_LIMIT_S = 0.05
 ATTACH_LIMIT_S = 0.5
@@ -138,7 +138,7 @@ class Target:
             self.peer.put(data, [], first=first)
 
     def is_unharmed(self) -> None:
-        """It logged no fault, serves what it served, fast, and holds no more than before."""
+        """It logged no fault, serves what it served, and holds no more than before."""
         self.peer.close()
         assert self.daemon.log == ""
         status, attach = [], []
@@ -150,8 +150,8 @@ class Target:
             with self.daemon.client() as client:
                 client.attach(key_of({"model": str(self.checkpoint)})).close()
             attach.append(time.monotonic() - began_s)
-        assert statistics.median(status) < STATUS_LIMIT_S
-        assert sorted(attach)[-3] < ATTACH_LIMIT_S
+        limits.hold("status afterwards, median", statistics.median(status), STATUS_LIMIT_S)
+        limits.hold("attach afterwards, third longest", sorted(attach)[-3], ATTACH_LIMIT_S)
         until(
             lambda: not any("pidfd" in target for target in self.daemon.descriptors()),
             "no connection is left",
@@ -167,6 +167,7 @@ def target() -> Iterator[Target]:
     shutil.rmtree(directory)
 
 
+@pytest.mark.timed
 def test_well_typed_messages_with_wild_values_are_answered(target: Target) -> None:
     @SETTINGS
     @given(messages, st.booleans())
@@ -181,6 +182,7 @@ def test_well_typed_messages_with_wild_values_are_answered(target: Target) -> No
     )
 
 
+@pytest.mark.timed
 def test_ill_typed_messages_are_answered(target: Target) -> None:
     @SETTINGS
     @given(
@@ -194,6 +196,7 @@ def test_ill_typed_messages_are_answered(target: Target) -> None:
     assert target.peer.kinds["Refused:protocol"] > EXAMPLES // 4
 
 
+@pytest.mark.timed
 def test_mutated_messages_with_and_without_descriptors_are_answered(target: Target) -> None:
     key = key_of({"model": str(target.checkpoint)})
     inputs = fuzz.Inputs(seed=7, key=key)
@@ -203,7 +206,7 @@ def test_mutated_messages_with_and_without_descriptors_are_answered(target: Targ
         target.peer.put(data, fds, first=inputs.random.random() < 0.1)
     target.is_unharmed()
     assert len(target.daemon.descriptors()) <= before
-    assert target.peer.slowest_s < fuzz.ANSWER_DEADLINE_S
+    limits.hold("the slowest answer", target.peer.slowest_s, fuzz.ANSWER_DEADLINE_S)
 
 
 def test_message_that_would_take_long_to_decode_is_refused_by_its_size(target: Target) -> None:

@@ -1,6 +1,4 @@
-"""Peers that are silent, slow, wrong or hostile; meanwhile everybody else is served as if they were
-not there.
-"""
+"""Peers that are silent, slow, wrong or hostile; everybody else is served as without them."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import limits
 from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
 from tests.fakes.daemon import ROOT, DaemonProcess, environment, model, until
@@ -33,6 +32,7 @@ from weightcached.wire.messages import (
     encode,
 )
 
+pytestmark = pytest.mark.timed
 STATUS_LIMIT_S = 0.05
 ATTACH_LIMIT_S = 0.5
 HELLO_LIMIT_S = 5.0
@@ -42,9 +42,7 @@ Launcher = Callable[..., DaemonProcess]
 
 @contextlib.contextmanager
 def others_are_served(daemon: DaemonProcess) -> Iterator[None]:
-    """Ask for the status and attach at the end of the block; with the connect each must stay within
-    its limit.
-    """
+    """Ask for the status and attach at the end of the block, each with the connect."""
     yield
     key = key_of({"model": str(daemon.directory / "checkpoint")})
     took, attached = [], []
@@ -57,8 +55,8 @@ def others_are_served(daemon: DaemonProcess) -> Iterator[None]:
             engine.attach(key).close()
         attached.append(time.monotonic() - began_s)
     # The machine may be busy with something else for some of them.
-    assert statistics.median(took) < STATUS_LIMIT_S, took
-    assert sorted(attached)[-3] < ATTACH_LIMIT_S, attached
+    limits.hold("status beside it, median", statistics.median(took), STATUS_LIMIT_S, took)
+    limits.hold("attach beside it, third longest", sorted(attached)[-3], ATTACH_LIMIT_S, attached)
 
 
 def raw(daemon: DaemonProcess) -> Client:
@@ -72,7 +70,9 @@ def test_silent_peers_are_closed_after_the_hello_deadline(daemon: DaemonProcess)
         with others_are_served(daemon):
             pass
         assert all(client.closed_by_daemon() for client in silent)
-    assert HELLO_LIMIT_S - 0.5 < time.monotonic() - began_s < HELLO_LIMIT_S + 3
+    waited_s = time.monotonic() - began_s
+    assert waited_s > HELLO_LIMIT_S - 0.5
+    limits.hold("silent peers are closed", waited_s, HELLO_LIMIT_S + 3)
 
 
 def test_idle_tool_is_closed_and_idle_engine_is_not(
@@ -178,7 +178,7 @@ def test_flood_of_connections_leaves_room_for_the_daemons_own_handshake(
             assert late.closed_by_daemon()
         assert refused == Refused(
             code="busy",
-            message="this daemon has 512 connections, the most it takes: close some, then try again",
+            message="this daemon has 512 connections, the maximum: close some, then try again",
         )
         for _ in range(3):
             daemon.notified("WATCHDOG=1")
@@ -244,9 +244,7 @@ def test_descriptors_sent_with_a_request_are_closed_with_the_connection(
 
 
 def lingering() -> tuple[socket.socket, socket.socket]:
-    """A TCP connection whose first end, as the last of its descriptors, takes LINGER_S to close;
-    and its listener.
-    """
+    """A TCP connection whose last descriptor takes LINGER_S to close; and its listener."""
     listener = socket.create_server(("127.0.0.1", 0))
     sock = socket.create_connection(listener.getsockname())
     sock.setblocking(False)

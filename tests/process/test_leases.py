@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tests import limits
 from tests.fakes.checkpoints import MIB, key_of
 from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.process.conftest import Engine
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
-    Absent,
     Attach,
     Done,
     Drop,
@@ -57,6 +59,7 @@ def test_status_shows_who_holds_a_lease_since_when(
     assert 0 <= time.time() - cache.engines[0].since < 10
 
 
+@pytest.mark.timed
 def test_killed_engine_gives_its_lease_back_at_once(
     daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
 ) -> None:
@@ -65,7 +68,7 @@ def test_killed_engine_gives_its_lease_back_at_once(
     killed_s = time.monotonic()
     engine.kill()
     daemon.until(lambda status: engines(status) == [], "the lease has ended")
-    assert time.monotonic() - killed_s < AT_ONCE_S
+    limits.hold("the lease ends", time.monotonic() - killed_s, AT_ONCE_S)
 
 
 def test_killed_engine_gives_its_lease_back_though_a_child_holds_its_socket(
@@ -127,9 +130,7 @@ def test_32_engines_attach_at_once(make_daemon: Launcher, checkpoint: Path) -> N
 def test_process_with_the_pid_of_a_dead_engine_is_not_taken_for_it(
     daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
 ) -> None:
-    """While the daemon is stopped the engine dies, its child keeps the socket open, and its pid is
-    given again.
-    """
+    """While the daemon is stopped the engine dies, a child keeps its socket, and its pid is reused."""
     engine = make_engine(daemon, checkpoint, "--shared-socket")
     engine.attached()
     pid = engine.process.pid
@@ -226,7 +227,8 @@ def test_release_frees_the_generation_and_its_stored_copy(
     with daemon.client() as engine:
         engine.attach(key).close()
         engine.expect(Release(), Done)
-        assert daemon.manager.stored == {}
+        # A note of what is to stay unloaded.
+        assert list(daemon.manager.stored) == ["wc1.aside.1"]
         assert not any("memfd" in target for target in daemon.descriptors())
         assert engine.expect(Attach(key=key), Released).cache == "tiny/target"
     (cache,) = daemon.status().caches
@@ -325,7 +327,7 @@ def test_rejoin_takes_exactly_the_generation_that_is_mapped(
             assert refused.code == "generation-gone"
     assert refused.message == (
         "none/target: generation 1 is not served any more, the daemon has no generation of it; "
-        "what the engine has mapped stays valid"
+        "the weights that the engine has mapped stay valid"
     )
 
 
@@ -364,14 +366,19 @@ def test_drop_is_refused_while_an_engine_holds_a_lease_unless_forced(
         assert refused.code == "in-use"
         assert refused.message == (
             f"tiny/target is in use by pid {os.getpid()}: stop the engine, or drop it with --force; "
-            "what an engine has mapped stays valid"
+            "weights that an engine has mapped stay valid"
         )
         assert daemon.status().caches[0].state == "ready"
         tool.expect(Drop(cache="tiny/target", force=True), Done)
-        assert daemon.manager.stored == {}
+        # A note of what is to stay unloaded.
+        assert list(daemon.manager.stored) == ["wc1.aside.1"]
         assert not any("memfd" in target for target in daemon.descriptors())
-        absent = engine.expect(Attach(key=key), Absent)
-    assert absent.reason == "no cache in role target on cpu0: the manifest gives it none"
+        assert engine.expect(Attach(key=key), Released).cache == "tiny/target"
+    (cache,) = daemon.status().caches
+    assert (cache.state, cache.error) == (
+        "released",
+        "dropped: 'weightcachectl reload' brings it back",
+    )
 
 
 def test_drop_of_an_unknown_cache_names_the_known_ones(daemon: DaemonProcess) -> None:
@@ -422,7 +429,7 @@ def test_parked_engine_is_asked_for_the_room_of_a_dropped_cache(
         engine.expect(Parked(parked=True), Done)
         tool.send(Drop(cache="tiny/target"))
         assert engine.receive() == Unmap()
-        # The answer waits for what was asked.
+        # The answer waits for the reply.
         assert not select.select([tool.sock], [], [], 0.2)[0]
         engine.close()
         assert tool.receive() == Done()
@@ -453,7 +460,7 @@ def test_parked_engines_let_go_of_the_generation_that_a_reload_replaces(
             pass
         status = daemon.status()
         assert (status.caches[0].generation, engines(status)) == (2, [os.getpid()])
-        # It attaches again before it wakes, to what is newest.
+        # It attaches again before it wakes, to the newest generation.
         with daemon.client() as again:
             handout = again.attach(key)
             assert handout.ready.generation == 2

@@ -1,6 +1,4 @@
-"""start, stop and restart: followed to the unit's final state, with the daemon's own words where it
-failed.
-"""
+"""start, stop and restart: followed to the unit's final state, with the daemon's last words."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from tests.fakes.stub_daemon import StubDaemon, cache, status
 from weightcached.cli import units
 from weightcached.cli.progress import ProgressDisplay
 from weightcached.cli.weightcachectl import main
+from weightcached.wire.messages import Loading
 
 UNIT = "weightcached@cpu0.service"
 GIB = 1 << 30
@@ -80,7 +79,8 @@ def test_start_shows_what_systemd_was_told_while_there_is_no_socket(systemd: Com
     [
         (
             properties("failed", "failed", result="start-limit-hit"),
-            f"{UNIT} failed too often in a row: systemctl --user reset-failed {UNIT}, then start it again",
+            f"{UNIT} failed too often in a row (start-limit-hit, status 0): the last line of the journal; "
+            f"systemctl --user reset-failed {UNIT}, then weightcachectl start cpu0",
         ),
         (
             properties(
@@ -222,19 +222,24 @@ class Terminal(io.StringIO):
         return True
 
 
+def load(phase: str, done: int, total: int, eta_s: float | None = None) -> Loading:
+    return Loading(cache="a/target", phase=phase, done_bytes=done, total_bytes=total, eta_s=eta_s)
+
+
 def test_terminal_gets_one_moving_line_with_a_bar() -> None:
     terminal = Terminal()
     display = ProgressDisplay(terminal)
-    display.show("cpu0 a/target", "read weights", GIB, 4 * GIB, 3.0)
-    display.show("cpu0 a/target", "read weights", 4 * GIB, 4 * GIB, 0.0)
-    display.show("cpu0 a/target", "proof", 0, 0, None)
-    display.line("done")
+    display.show("cpu0 a/target", load("read weights", GIB, 4 * GIB, 3.0))
+    display.show("cpu0 a/target", load("read weights", 4 * GIB, 4 * GIB, 0.0))
+    display.show("cpu0 a/target", load("proof", 0, 0))
+    display.show_text("cpu0", "stopping")
     display.clear()
     assert terminal.getvalue() == (
         "\r\x1b[K[######..................] cpu0 a/target: read weights, 1.0 of 4.0 GiB, 3.0 s left"
         "\r\x1b[K[########################] cpu0 a/target: read weights, 4.0 of 4.0 GiB, 0.0 s left"
         "\r\x1b[K[........................] cpu0 a/target: proof"
-        "\r\x1b[Kdone\n"
+        "\r\x1b[K[........................] cpu0: stopping"
+        "\r\x1b[K"
     )
 
 
@@ -247,8 +252,8 @@ def test_file_gets_each_phase_once_and_then_a_line_now_and_then(
     display = ProgressDisplay(file)
     for at_s, done in ((0.0, 1), (9.9, 2), (10.0, 3), (10.1, 4)):
         now_s[0] = 100.0 + at_s
-        display.show("a", "read", done * GIB, 9 * GIB, None)
-    display.show("b", "read", 1 << 20, 3 << 20, None)
+        display.show("a", load("read", done * GIB, 9 * GIB))
+    display.show("b", load("read", 1 << 20, 3 << 20))
     display.clear()
     assert (
         file.getvalue()

@@ -94,10 +94,10 @@ def test_eta_is_the_rest_at_the_mean_rate_of_the_phase(monkeypatch: pytest.Monke
     monkeypatch.setattr("weightcached.daemon.caches.time.monotonic", lambda: now_s[0])
     load = LoadProgress()
     load.advance("weights", 0, 100)
-    assert load.eta_s() is None
+    assert load.eta_s is None
     now_s[0] += 6
     load.advance("weights", 75, 100)
-    assert load.eta_s() == 2.0
+    assert load.eta_s == 2.0
 
 
 def test_state_of_the_device_is_what_most_needs_a_look(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who is served next: fairness between processes, whatever each of them sends."""
+"""Fairness between processes, for anything that they send."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import time
 
 import pytest
 
+from tests import limits
 from weightcached.daemon.fairness import Turns
 
 
 async def order(turns: Turns, asked: list[tuple[int, int]]) -> list[int]:
-    """Ask, in this order, for turns of (pid, units) at once; returns the pids in the order in which
-    they had them.
-    """
+    """Ask for turns of (pid, units) at once; returns the pids in the order of their turns."""
     served: list[int] = []
     accounts = {pid: turns.account(pid) for pid, _ in asked}
 
@@ -81,6 +80,7 @@ def test_who_leaves_the_queue_takes_no_turn() -> None:
     assert asyncio.run(run()) < 5
 
 
+@pytest.mark.timed
 def test_pause_is_kept_between_turns_and_not_before_the_first() -> None:
     async def run() -> tuple[float, float]:
         turns = Turns(units=1, pause_s=0.05)
@@ -92,7 +92,7 @@ def test_pause_is_kept_between_turns_and_not_before_the_first() -> None:
         return first_s, time.monotonic() - began_s
 
     first_s, all_s = asyncio.run(run())
-    assert first_s < 0.05
+    limits.hold("the first turn", first_s, 0.05)
     assert all_s >= 0.15
 
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 
 from weightcached.daemon.leases import Broadcast, Leases
+
+
+@dataclass(eq=False)
+class Held:
+    """A generation, as leases see it."""
+
+    number: int
+    nbytes: int
+    cache: str = "m/target"
 
 
 def test_change_between_looking_and_waiting_is_not_missed() -> None:
@@ -27,9 +37,10 @@ def test_wait_returns_at_its_timeout() -> None:
 def test_generation_is_free_when_its_last_lease_ends() -> None:
     async def main() -> None:
         leases = Leases()
-        first, second = leases.begin("m/target", 1, 10), leases.begin("m/target", 1, 11)
-        leases.begin("m/target", 2, 12)
-        free = asyncio.create_task(leases.none_on("m/target", 1))
+        one, two = Held(1, 100), Held(2, 200)
+        first, second = leases.begin(one, 10), leases.begin(one, 11)
+        leases.begin(two, 12)
+        free = asyncio.create_task(leases.none_on(one))
         leases.end(first)
         await asyncio.sleep(0)
         assert not free.done()
@@ -42,14 +53,29 @@ def test_generation_is_free_when_its_last_lease_ends() -> None:
     asyncio.run(main())
 
 
+def test_old_generation_is_listed_while_an_engine_holds_it() -> None:
+    leases = Leases()
+    # Numbers begin again once a cache has been forgotten: these two are not one.
+    gone, served = Held(1, 100), Held(1, 200)
+    lease = leases.begin(gone, 10)
+    leases.begin(served, 11)
+    (old,) = leases.old([served])
+    assert (old.cache, old.generation, old.bytes) == ("m/target", 1, 100)
+    assert [engine.pid for engine in old.engines] == [10]
+    assert [(e.pid, e.bytes) for e in leases.engines("m/target")] == [(10, 100), (11, 200)]
+    leases.end(lease)
+    assert leases.old([served]) == []
+
+
 def test_parked_engine_that_neither_unmaps_nor_wakes_is_not_waited_for() -> None:
     async def main() -> list[int]:
-        leases, asked = Leases(), []
+        leases, one = Leases(), Held(1, 100)
+        asked: list[int] = []
         for pid in (10, 11):
-            leases.park(leases.begin("m/target", 1, pid, partial(asked.append, pid)), True)
-        leases.begin("m/target", 1, 12, partial(asked.append, 12))
-        await leases.unmap_parked("m/target", 1, timeout_s=0.01)
-        assert [lease.pid for lease in leases.awake("m/target")] == [12]
+            leases.park(leases.begin(one, pid, partial(asked.append, pid)), True)
+        leases.begin(one, 12, partial(asked.append, 12))
+        await leases.unmap_parked(one, timeout_s=0.01)
+        assert [lease.pid for lease in leases.awake(one)] == [12]
         return asked
 
     assert asyncio.run(main()) == [10, 11]

@@ -1,4 +1,4 @@
-"""What the manager is told, word for word."""
+"""The messages to the manager, word for word."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_progress_extends_the_timeout_and_shows_phase_size_and_time(
     load.advance("weights", 4 * GIB, 16 * GIB)
     notifier.progress(cache, load)
     assert manager.recv(4096).decode() == (
-        "EXTEND_TIMEOUT_USEC=90000000\nSTATUS=loading llama-8b/target: weights 4.0 of 16.0 GiB, 12 s left"
+        "EXTEND_TIMEOUT_USEC=90000000\nSTATUS=loading llama-8b/target: weights, 4.0 of 16.0 GiB, 12 s left"
     )
     notifier.close()
 
@@ -50,7 +50,9 @@ def test_progress_within_a_second_is_one_line_but_for_a_new_phase(manager: socke
         load.advance(phase, done, 10)
         notifier.progress(cache, load)
     notifier.status("end")
-    said = [manager.recv(4096).decode().rpartition("STATUS=")[2].split(" 0.0")[0] for _ in range(3)]
+    said = [
+        manager.recv(4096).decode().rpartition("STATUS=")[2].split(", 0.0")[0] for _ in range(3)
+    ]
     assert said == ["loading m/target: weights", "loading m/target: proof", "end"]
     notifier.close()
 

@@ -1,4 +1,4 @@
-"""Who is let in: by credentials that the kernel gives, never by default."""
+"""Peers are accepted by the kernel's credentials, never by default."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def peer(credentials: bytes | OSError) -> socket.socket:
 def test_peer_whose_credentials_cannot_be_read_is_refused(credentials: bytes | OSError) -> None:
     with pytest.raises(
         PeerRefusedError,
-        match=r"^the user behind this connection cannot be read \(.+\): it is refused$",
+        match=r"^cannot read the uid of this connection's peer \(.+\): the connection is refused$",
     ):
         identify(peer(credentials))
 

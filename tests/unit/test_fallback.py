@@ -1,4 +1,4 @@
-"""What a load from disk needs at least, and what the daemon holds meanwhile."""
+"""The least need of a load from disk, and the memory that the daemon holds meanwhile."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_load_from_disk_is_refused_only_beside_what_a_daemon_holds_and_where_it_
     fallback.check_room(1 << 10, "cpu0", holding, REASON)
     with pytest.raises(
         OutOfDeviceMemoryError,
-        match=r"at least 1\.0 MiB on cpu0, 0\.0 MiB of 1\.0 GiB are free, the daemon holds tiny/target 1\.0 MiB \(pid",
+        match=r"at least 1\.0 MiB on cpu0, 1 KiB of 1\.0 GiB are free, the daemon holds tiny/target 1\.0 MiB \(pid",
     ) as refused:
         fallback.check_room(1 << 20, "cpu0", holding, REASON)
     assert refused.value.code == "no-room"

@@ -1,6 +1,4 @@
-"""Adoption from systemd's descriptor store: every set that must not be served is dropped, with its
-reason.
-"""
+"""Adoption from systemd's descriptor store: each unusable set is dropped, with its reason."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def dropped(
     stored: list[Stored], caplog: pytest.LogCaptureFixture, expected: Expected = EXPECTED
 ) -> str:
-    """Adopt what must not be adopted. Returns the reason; all is closed and taken out of the
-    store.
-    """
+    """Try to adopt an unusable set. Returns the reason; all is closed and out of the store."""
     removed: list[str] = []
     with caplog.at_level(logging.WARNING):
         assert adopt(stored, expected, removed.extend) == []
@@ -112,7 +108,7 @@ def test_set_without_its_index_is_dropped(
 def test_set_of_another_boot_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert (
         dropped(Set(checkpoint, boot_id="other").stored, caplog)
-        == f"it is of boot other, this one is {BOOT}"
+        == f"it is from boot other, this is boot {BOOT}"
     )
 
 
@@ -121,7 +117,7 @@ def test_set_of_another_device_is_dropped(
 ) -> None:
     assert (
         dropped(Set(checkpoint, device="cpu1").stored, caplog)
-        == "it is of device cpu1, this daemon serves cpu0"
+        == "it is for device cpu1, this daemon serves cpu0"
     )
 
 
@@ -130,7 +126,10 @@ def test_set_made_under_another_driver_is_dropped(
 ) -> None:
     expected = EXPECTED._replace(driver="580.159")
     stored = Set(checkpoint, driver="570.1").stored
-    assert dropped(stored, caplog, expected) == "it was made under driver 570.1, loaded is 580.159"
+    assert (
+        dropped(stored, caplog, expected)
+        == "it was made under driver 570.1, the loaded driver is 580.159"
+    )
 
 
 def test_unknown_driver_is_not_compared(checkpoint: Path) -> None:
@@ -146,7 +145,7 @@ def test_index_of_another_format_version_is_dropped(
     data = made.data[:4] + (99).to_bytes(2, "little") + made.data[6:]
     made.stored[0] = Stored(made.stored[0].name, sealed_memfd("index", data))
     assert (
-        dropped(made.stored, caplog) == "tensor index has format version 99, this software reads 1"
+        dropped(made.stored, caplog) == "tensor index has format version 99, this software reads 2"
     )
 
 
@@ -183,7 +182,7 @@ def test_unsealed_index_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFi
     made.stored[0] = Stored(made.stored[0].name, OwnedFd(os.memfd_create("unsealed")))
     assert (
         dropped(made.stored, caplog)
-        == "its index: the descriptor is not a memfd sealed against change"
+        == "tensor index: the descriptor is not a memfd sealed against change"
     )
 
 
@@ -200,7 +199,7 @@ def test_doubled_name_makes_the_set_unusable(
 
 def test_foreign_descriptor_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     stored = [Stored("connection", sealed_memfd("x", b"x"))]
-    assert dropped(stored, caplog) == "its name is not one of this version's"
+    assert dropped(stored, caplog) == "its name does not have the format of this version"
 
 
 @pytest.mark.parametrize("order", [1, -1])

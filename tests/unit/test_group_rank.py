@@ -1,6 +1,4 @@
-"""Ranks at their meeting place, over a real store: who comes late, who fails, who has another
-configuration.
-"""
+"""Ranks that meet over a real store: late ones, failing ones, other configurations."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def peers(
 
 
 def both(act: Callable[[int], Any]) -> list[Any]:
-    """What each of two ranks got, or the error that it raised."""
+    """The result or the error of each of two ranks."""
     results: list[Any] = [None, None]
 
     def run(rank: int) -> None:
@@ -67,8 +65,8 @@ def test_every_rank_hears_what_all_said(port: int) -> None:
 
     def meet(rank: int) -> Any:
         rank_of_world = peers(rank, port)
-        # Whoever serves the place stays until the other has read it all, as a loader that packs
-        # does.
+        # The rank that serves the store stays until the other has read it all, as a loader that
+        # packs.
         kept.append(rank_of_world)
         return rank_of_world.meet("here", f"I am {rank}")
 

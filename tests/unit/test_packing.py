@@ -1,6 +1,4 @@
-"""Where storages go: in order, aligned, never across segments, the small and mutable ones together
-at the end.
-"""
+"""Places of storages: in order, aligned, never across segments; small and mutable ones at the end."""
 
 from __future__ import annotations
 

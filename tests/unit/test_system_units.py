@@ -24,6 +24,7 @@ from weightcached.system.units import (
 
 UNIT = "systemd/user/weightcached@.service"
 EXPORTER = "systemd/user/weightcached-exporter.service"
+ENGINE = "systemd/user/weightcached-engine@.service"
 TARGET = "systemd/user/weightcached.target"
 MANIFEST = "weightcached/manifest.yaml"
 
@@ -59,6 +60,7 @@ def test_install_writes_units_with_this_environments_commands(config: Path, comm
     assert actions(install(bin_dir=commands), config) == {
         UNIT: "wrote",
         EXPORTER: "wrote",
+        ENGINE: "wrote",
         TARGET: "wrote",
         MANIFEST: "wrote",
     }
@@ -85,6 +87,7 @@ def test_install_from_another_environment_updates_the_services_only(
     assert actions(install(bin_dir=other), config) == {
         UNIT: "updated",
         EXPORTER: "updated",
+        ENGINE: "updated",
         TARGET: "unchanged",
         MANIFEST: "unchanged",
     }
@@ -103,12 +106,14 @@ def test_edited_files_are_kept_by_install_and_uninstall(
     assert actions(install(bin_dir=other), config) == {
         UNIT: "kept",
         EXPORTER: "updated",
+        ENGINE: "updated",
         TARGET: "unchanged",
         MANIFEST: "kept",
     }
     assert actions(uninstall(), config) == {
         UNIT: "kept",
         EXPORTER: "removed",
+        ENGINE: "removed",
         TARGET: "removed",
         MANIFEST: "kept",
     }
@@ -139,12 +144,14 @@ def test_uninstall_removes_what_install_wrote(config: Path, commands: Path) -> N
     assert actions(uninstall(), config) == {
         UNIT: "removed",
         EXPORTER: "removed",
+        ENGINE: "removed",
         TARGET: "removed",
         MANIFEST: "removed",
     }
     assert actions(uninstall(), config) == {
         UNIT: "absent",
         EXPORTER: "absent",
+        ENGINE: "absent",
         TARGET: "absent",
         MANIFEST: "absent",
     }
@@ -160,6 +167,7 @@ def test_uninstall_removes_what_enabled_the_units(config: Path, commands: Path) 
     assert actions(uninstall(), config) == {
         UNIT: "removed",
         EXPORTER: "removed",
+        ENGINE: "removed",
         TARGET: "removed",
         MANIFEST: "removed",
         "systemd/user/weightcached.target.wants/weightcached@cpu0.service": "removed",
@@ -257,6 +265,7 @@ def test_commands_say_what_was_done_and_what_comes_next(
     assert written.stdout.replace(str(config), "CONFIG") == (
         "wrote CONFIG/systemd/user/weightcached@.service\n"
         "wrote CONFIG/systemd/user/weightcached-exporter.service\n"
+        "wrote CONFIG/systemd/user/weightcached-engine@.service\n"
         "wrote CONFIG/systemd/user/weightcached.target\n"
         "wrote CONFIG/weightcached/manifest.yaml\n"
         "no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'\n"
@@ -274,10 +283,15 @@ def test_commands_say_what_was_done_and_what_comes_next(
     assert removed.stdout.replace(str(config), "CONFIG") == (
         "removed CONFIG/systemd/user/weightcached@.service\n"
         "removed CONFIG/systemd/user/weightcached-exporter.service\n"
+        "removed CONFIG/systemd/user/weightcached-engine@.service\n"
         "removed CONFIG/systemd/user/weightcached.target\n"
-        "kept CONFIG/weightcached/manifest.yaml, which is not as 'install' wrote it\n"
+        "kept CONFIG/weightcached/manifest.yaml, which was edited\n"
     )
-    assert (no_manager / "log").read_text() == "--user daemon-reload\n" * 2
+    assert (no_manager / "log").read_text().splitlines() == [
+        "--user daemon-reload",
+        "--user list-units --state=active,activating,reloading,deactivating --plain --no-legend weightcached*.service",
+        "--user daemon-reload",
+    ]
 
 
 def test_install_says_nothing_of_the_manager_where_it_answers(

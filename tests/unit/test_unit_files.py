@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from weightcached.config import manifest as manifests
+from weightcached.config.engines import EngineEntry
 from weightcached.config.manifest import load_manifest
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG
 from weightcached.system.units import UNITS, install, source
@@ -57,7 +58,10 @@ def test_systemd_finds_nothing_to_complain_about(
     installed: Path, tmp_path: Path, instance: str
 ) -> None:
     service, *others = (installed / name for name in UNITS)
-    seen = verify(tmp_path, service.with_name(f"weightcached@{instance}.service"), service, *others)
+    engine = service.with_name("weightcached-engine@chat.service")
+    seen = verify(
+        tmp_path, service.with_name(f"weightcached@{instance}.service"), engine, service, *others
+    )
     assert (seen.returncode, seen.stdout, seen.stderr) == (0, "", "")
 
 
@@ -126,6 +130,23 @@ def test_exporter_is_the_command_on_loopback_and_comes_with_the_target() -> None
     assert exporter["Unit"]["PartOf"] == exporter["Install"]["WantedBy"] == "weightcached.target"
 
 
+def test_engines_outlive_their_supervisor_and_keep_their_socket() -> None:
+    service = settings("weightcached-engine@.service")["Service"]
+    expected = {
+        "Type": "notify",
+        "NotifyAccess": "main",
+        "ExecStart": "/usr/bin/weightcached engine %i",
+        "ExecReload": "/usr/bin/weightcachectl engine restart %i",
+        "Restart": "on-failure",
+        "RestartPreventExitStatus": str(EXIT_CONFIG),
+        "KillMode": "process",
+        "OOMPolicy": "continue",
+        "WatchdogSec": "30s",
+    }
+    assert {key: service.get(key) for key in expected} == expected
+    assert int(service["FileDescriptorStoreMax"]) >= 1
+
+
 def test_target_groups_all_instances() -> None:
     service, target = settings("weightcached@.service"), settings("weightcached.target")
     assert service["Unit"]["PartOf"] == "weightcached.target"
@@ -146,7 +167,7 @@ def example(tmp_path: Path, text: str) -> Any:
             "/opt/vllm/bin/python", "/bin/sh"
         )
     )
-    return load_manifest(path).models[0]
+    return load_manifest(path)
 
 
 def uncommented(text: str) -> str:
@@ -156,7 +177,10 @@ def uncommented(text: str) -> str:
 
 def test_example_manifest_loads_as_it_is_and_with_every_key_in_force(tmp_path: Path) -> None:
     text = source("manifest.yaml").read_text()
-    plain, full = example(tmp_path, text), example(tmp_path, uncommented(text))
+    both = example(tmp_path, text), example(tmp_path, uncommented(text))
+    plain, full = (manifest.models[0] for manifest in both)
+    (engine,), (full_engine,) = (manifest.engines for manifest in both)
+    assert full_engine == engine, "what is commented out is not the default"
     assert plain.devices == ["all"]
     defaults = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     assert full.engine == plain.engine | defaults
@@ -169,5 +193,13 @@ def test_example_manifest_loads_as_it_is_and_with_every_key_in_force(tmp_path: P
 
 def test_example_manifest_has_every_key_once() -> None:
     text = uncommented(source("manifest.yaml").read_text())
-    for key in (*manifests.ROOT_KEYS, *manifests.MODEL_KEYS, *manifests.LAYOUT_KEYS):
-        assert len(re.findall(rf"^[ -]*{key}:", text, re.MULTILINE)) == 1, key
+    models, engines = text.split("\nengines:\n")
+    for key in (
+        *manifests.Document.__struct_fields__,
+        *manifests.ModelEntry.__struct_fields__,
+        *manifests.LAYOUT_KEYS,
+    ):
+        if key != "engines":
+            assert len(re.findall(rf"^[ -]*{key}:", models, re.MULTILINE)) == 1, key
+    for key in EngineEntry.__struct_fields__:
+        assert len(re.findall(rf"^[ -]*{key}:", engines, re.MULTILINE)) == 1, key

@@ -1,21 +1,19 @@
-"""Progress of loads for a person: one moving line with a bar on a terminal, plain lines
-elsewhere.
-"""
+"""Progress of loads: a moving line with a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
 from typing import TextIO
 
-from weightcached.cli.status import progress_text
+from weightcached.system.text import LoadState, progress_text
 
 BAR_WIDTH = 24
-# Where the output is no terminal, a phase that goes on is repeated no more often than this.
+# Without a terminal, a phase that goes on is repeated no more often than this.
 REPEAT_S = 10.0
 
 
 class ProgressDisplay:
-    """Shows where each load is. `line()` prints something that stays."""
+    """Shows the progress of each load."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -23,28 +21,25 @@ class ProgressDisplay:
         self._drawn = False
         self._shown: dict[str, tuple[str, float]] = {}
 
-    def show(
-        self, label: str, phase: str, done_bytes: int, total_bytes: int, eta_s: float | None
-    ) -> None:
-        """Show that `label`, a device and cache, is in `phase`."""
-        text = f"{label}: {progress_text(phase, done_bytes, total_bytes, eta_s)}"
+    def show(self, label: str, load: LoadState) -> None:
+        """Show the progress of the load of `label`, a device and cache."""
+        self._draw(label, load.phase, _bar(load), progress_text(load))
+
+    def show_text(self, label: str, text: str) -> None:
+        """Show another text about `label`."""
+        self._draw(label, text, _BAR, text)
+
+    def _draw(self, label: str, phase: str, bar: str, text: str) -> None:
         if self._moving:
-            self._stream.write(f"\r\x1b[K{_bar(done_bytes, total_bytes)} {text}")
+            self._stream.write(f"\r\x1b[K{bar} {label}: {text}")
             self._stream.flush()
             self._drawn = True
         elif self._is_news(label, phase):
-            self._stream.write(f"{text}\n")
+            self._stream.write(f"{label}: {text}\n")
             self._stream.flush()
 
-    def line(self, text: str, stream: TextIO | None = None) -> None:
-        """Print a line that stays, on the display's stream or another one."""
-        self.clear()
-        target = stream or self._stream
-        target.write(f"{text}\n")
-        target.flush()
-
     def clear(self) -> None:
-        """Take the moving line away."""
+        """Remove the moving line."""
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -59,6 +54,11 @@ class ProgressDisplay:
         return True
 
 
-def _bar(done_bytes: int, total_bytes: int) -> str:
-    filled = min(BAR_WIDTH, BAR_WIDTH * done_bytes // total_bytes) if total_bytes else 0
+def _bar(load: LoadState) -> str:
+    if not load.total_bytes:
+        return _BAR
+    filled = min(BAR_WIDTH, BAR_WIDTH * load.done_bytes // load.total_bytes)
     return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}]"
+
+
+_BAR = f"[{'.' * BAR_WIDTH}]"

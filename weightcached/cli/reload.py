@@ -1,6 +1,4 @@
-"""`weightcachectl reload` and `drop`: ask the daemons, wait for all of them at once, report cache
-by cache.
-"""
+"""`weightcachectl reload` and `drop`: ask all daemons at once, report cache by cache."""
 
 from __future__ import annotations
 
@@ -10,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from weightcached.cli.progress import ProgressDisplay
-from weightcached.cli.status import ANSWER_TIMEOUT_S, connect, seconds_text
+from weightcached.cli.status import ANSWER_TIMEOUT_S, connect
 from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
+from weightcached.system.text import seconds_text
 from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import (
     CacheOutcome,
@@ -25,6 +24,7 @@ from weightcached.wire.messages import (
     Reply,
     StatusReply,
 )
+from weightcached.wire.requests import ask
 
 
 class DropError(WeightcachedError):
@@ -41,9 +41,7 @@ def reload_all(
     timeout_s: float,
     display: ProgressDisplay,
 ) -> dict[str, WeightcachedError | ReloadReply]:
-    """Reload on every device and wait, at most `timeout_s` in all. How each ended, by device;
-    raises nothing.
-    """
+    """Reload on every device; wait at most `timeout_s`. The results by device; raises nothing."""
     ended: dict[str, WeightcachedError | ReloadReply] = {}
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for device in devices:
@@ -66,7 +64,7 @@ def reload_all(
                 break
         for key in waiting.get_map().values():
             ended[key.data] = WeightCacheUnavailableError(
-                f"the reload was not over within {seconds_text(timeout_s)} and goes on: weightcachectl status"
+                f"the reload is not over after {seconds_text(timeout_s)} and goes on: weightcachectl status"
             )
     return {device: ended[device] for device in devices}
 
@@ -84,9 +82,7 @@ def _handle_reply(
     device: str, reply: Reply, display: ProgressDisplay
 ) -> WeightcachedError | ReloadReply | None:
     if isinstance(reply, Progress | Loading):
-        display.show(
-            f"{device} {reply.cache}", reply.phase, reply.done_bytes, reply.total_bytes, reply.eta_s
-        )
+        display.show(f"{device} {reply.cache}", reply)
         return None
     if isinstance(reply, ReloadReply):
         return reply
@@ -119,12 +115,6 @@ def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]
 
 
 def drop(device: str, cache: str, *, force: bool) -> None:
-    """Free one cache. Raises WeightcachedError, also where the daemon refuses."""
+    """Free one cache. Raises WeightcachedError, also if the daemon refuses."""
     with connect(device) as connection:
-        reply = connection.request(Drop(cache=cache, force=force), ANSWER_TIMEOUT_S)
-    if isinstance(reply, Refused):
-        raise error_of(reply)
-    if not isinstance(reply, Done):
-        raise ProtocolError(
-            f"the daemon of {device} answered Drop with {type(reply).__name__}, expected Done"
-        )
+        ask(connection, Drop(cache=cache, force=force), Done, ANSWER_TIMEOUT_S)

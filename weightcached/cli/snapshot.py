@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from weightcached.cli.status import bytes_text
 from weightcached.config.manifest import load_manifest
 from weightcached.errors import SnapshotError
 from weightcached.snapshot.files import all_snapshots, open_snapshot
 from weightcached.system.paths import manifest_path
+from weightcached.system.text import bytes_text
 
 
 class Row(NamedTuple):

@@ -46,13 +46,18 @@ def main() -> None:
     help="Directory of the socket and the lock; made with mode 0700 if it is missing.",
 )
 @click.option(
-    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="The least that is logged."
+    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="Lowest level to log."
 )
 @click.option(
     "--loaders-ahead",
     type=click.IntRange(min=0),
     show_default="one for every 4 cores, at most 3",
-    help="How many models that wait to be loaded import vLLM meanwhile, each in 1 to 2 GB of host memory.",
+    help="How many waiting loaders import vLLM ahead, each in 1 to 2 GB of host memory.",
+)
+@click.option(
+    "--no-retry",
+    is_flag=True,
+    help="End with status 1 if nothing could be loaded, instead of trying again.",
 )
 # For tests and for emergencies; the defaults are part of what the unit's timeouts assume.
 @click.option(
@@ -77,6 +82,7 @@ def serve(
     socket_dir: Path | None,
     log_level: str,
     loaders_ahead: int | None,
+    no_retry: bool,
     loader_command: str | None,
     stall_timeout: float,
     idle_timeout: float,
@@ -84,10 +90,10 @@ def serve(
     """Serve the weights of DEVICE until told to stop.
 
     DEVICE is GPU-<uuid>, MIG-<uuid>, or cpuN for host memory. SIGHUP reads the manifest again;
-    SIGTERM stops.
+    SIGTERM stops. A load that failed for a passing reason is tried again after 1 s to 5 min.
 
-    Exit status: 0 stopped, 1 nothing could be loaded, 2 bad usage, 75 another daemon serves DEVICE,
-    78 the configuration must be changed first.
+    Exit status: 0 stopped, 1 a fault, 2 bad usage, 75 another daemon serves DEVICE, 78 the
+    configuration must be changed first.
     """
     logs.configure(log_level)
     _end(
@@ -97,6 +103,7 @@ def serve(
                 manifest=manifest.absolute() if manifest else None,
                 socket_dir=socket_dir.absolute() if socket_dir else None,
                 loaders_ahead=loaders_ahead,
+                retry=not no_retry,
                 loader_command=shlex.split(loader_command) if loader_command else None,
                 stall_timeout_s=stall_timeout,
                 idle_timeout_s=idle_timeout,
@@ -108,7 +115,7 @@ def serve(
 @main.command(
     context_settings={
         "allow_extra_args": True,
-        # A short option here would be found inside of vLLM's, such as -dph.
+        # A short option here would match inside of vLLM's, such as -dph.
         "help_option_names": ["--help"],
         "ignore_unknown_options": True,
         "token_normalize_func": lambda name: name.replace("_", "-"),
@@ -126,23 +133,26 @@ def serve(
     "--weight-cache-master-port",
     type=_PORT,
     metavar="PORT",
-    help="Accepted, and not used: ranks load alone.",
+    help="Accepted but not used: ranks load alone.",
 )
 @click.option(
     "--weight-cache-draft-master-port",
     type=_PORT,
     metavar="PORT",
-    help="The same for the draft model.",
+    help="As --weight-cache-master-port, for the draft model.",
 )
 @click.option(
     "--weight-cache-health-port",
     type=_PORT,
     metavar="PORT",
     show_default="none",
-    help="Serve /health and /metrics.",
+    help="Serve /health and /metrics on this port.",
 )
 @click.option(
-    "--weight-cache-health-host", default="127.0.0.1", metavar="HOST", help="Address of /health."
+    "--weight-cache-health-host",
+    default="127.0.0.1",
+    metavar="HOST",
+    help="Address for --weight-cache-health-port.",
 )
 @click.option(
     "--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader."
@@ -191,7 +201,7 @@ def preload(
     type=click.Path(path_type=Path),
     metavar="PATH",
     show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
-    help="The model manifest, which says what must be ready.",
+    help="The model manifest, which names the caches that must be ready.",
 )
 @click.option(
     "--socket-dir",
@@ -210,18 +220,64 @@ def preload(
 def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port: int) -> None:
     """Serve /health and /metrics of this node's daemons over HTTP until told to stop.
 
-    /health answers 200 when every cache that the manifest wants is ready, else 503 with one line
-    for each that is not. /metrics is in Prometheus's text format and needs the package
-    prometheus_client.
+    /health answers 200 if every cache in the manifest is ready, else 503 with one line for each
+    that is not. /metrics is in Prometheus's text format and needs the package prometheus_client.
 
     Exit status: 0 stopped, 1 cannot listen there, 2 bad usage.
     """
-    # The daemon has no use for an HTTP server in its memory.
+    # The daemon must not hold an HTTP server in its memory.
     from weightcached.exporter.health import Node
     from weightcached.exporter.server import serve_http
 
     logs.configure("info")
     _end(lambda: serve_http(Node(manifest, socket_dir), host=host, port=port))
+
+
+@main.command()
+@click.argument("name")
+@click.option(
+    "--manifest",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
+    help="The model manifest, which has NAME under engines:.",
+)
+@click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="$XDG_RUNTIME_DIR/weightcached",
+    help="Directory of the sockets; made with mode 0700 if it is missing.",
+)
+@click.option(
+    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="Lowest level to log."
+)
+@click.option("--engine-module", hidden=True, default="weightcached.vllm_compat.server")
+def engine(
+    *, name: str, manifest: Path | None, socket_dir: Path | None, log_level: str, engine_module: str
+) -> None:
+    """Keep the engine service NAME of the manifest served until told to stop.
+
+    One vLLM engine serves, another is parked and takes over when the first dies or hangs. The
+    socket stays open meanwhile. SIGTERM lets requests end and stops; engines outlive a supervisor
+    that is killed, and its successor takes them back.
+
+    Exit status: 0 stopped, 1 no engine can be started, 2 bad usage, 75 NAME has a supervisor
+    already, 78 the configuration must be changed first.
+    """
+    from weightcached.engine import supervisor
+
+    logs.configure(log_level)
+    _end(
+        lambda: supervisor.run(
+            supervisor.Options(
+                name=name,
+                manifest=manifest.absolute() if manifest else None,
+                socket_dir=socket_dir.absolute() if socket_dir else None,
+                module=engine_module,
+            )
+        )
+    )
 
 
 def _end(serve: Callable[[], int]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Caches and their generations: what is served, what is being loaded, what failed.
+"""Caches and their generations: served, loading, or failed.
 
 State only: loads are run by reconcile.py, keys are compared by matching.py, leases are counted by
 leases.py.
@@ -9,31 +9,34 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
+import msgspec
+
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.wire.messages import CacheState, CacheStatus, Role
+from weightcached.wire.messages import CacheState, CacheStatus, LoadMessage, Role, Source
 
-Source = Literal["loaded", "adopted"]
-
-# What may follow what. A cache that is ready stays ready while its next generation loads, whatever
-# becomes of that.
+_M = TypeVar("_M", bound=LoadMessage)
+# The allowed transitions. A ready cache stays ready while its next generation loads, and if that
+# fails.
 TRANSITIONS: dict[CacheState, frozenset[CacheState]] = {
     "loading": frozenset({"ready", "failed"}),
     "ready": frozenset({"ready", "released", "loading"}),
-    "failed": frozenset({"loading"}),
-    "released": frozenset({"loading"}),
+    "failed": frozenset({"loading", "released"}),
+    "released": frozenset({"loading", "released"}),
 }
 QUEUED = "queued"
+DROPPED = "dropped: 'weightcachectl reload' brings it back"
 
 
 class Generation:
     """One complete load: its descriptors, and as much of its index as the daemon needs.
 
-    Immutable but for `full_digest`, which is filled in when somebody first asks. The index itself
+    Immutable but for `full_digest`, which is filled in when a child has made it. The index itself
     stays in its memfd: that of a large model would be most of this process's memory.
     """
 
@@ -49,6 +52,8 @@ class Generation:
         self.role: Role = index.role
         self.number = index.generation
         self.key = index.key
+        self.versions = index.versions
+        self.environment = index.environment
         self.spec_digest = index.spec_digest
         self.segment_nbytes = [segment.nbytes for segment in index.segments]
         self.tensors = len(index.tensors)
@@ -66,15 +71,18 @@ class Generation:
         return sum(self.segment_nbytes)
 
     @property
+    def checkpoint(self) -> CheckpointIdentity:
+        """The record of what was loaded, with the full digest where it has been made since."""
+        return msgspec.structs.replace(self.key.checkpoint, full=self.full_digest)
+
+    @property
     def fds(self) -> list[OwnedFd]:
         """The index, then the segments in order; owned here."""
         return self._fds
 
     @contextlib.contextmanager
     def handout(self) -> Iterator[list[OwnedFd]]:
-        """Keep the descriptors open while they are being sent, even if a reload retires the
-        generation meanwhile.
-        """
+        """Keep the descriptors open in the block, even if a reload retires the generation."""
         self._handouts += 1
         try:
             yield self._fds
@@ -83,9 +91,7 @@ class Generation:
             self._close_if_unused()
 
     def retire(self) -> None:
-        """Close the descriptors as soon as no handout uses them. Engines keep their own
-        references.
-        """
+        """Close the descriptors once no handout uses them. Engines keep their own references."""
         self._retired = True
         self._close_if_unused()
 
@@ -105,9 +111,7 @@ class LoadProgress:
         self._phase_began = time.monotonic()
 
     def advance(self, phase: str, done_bytes: int, total_bytes: int) -> bool:
-        """Note where the loader is. False when it reports what it had reported: that is no
-        progress.
-        """
+        """Note the loader's progress. False if it only repeats its last report."""
         if (phase, done_bytes, total_bytes) == (self.phase, self.done_bytes, self.total_bytes):
             return False
         if phase != self.phase:
@@ -115,6 +119,17 @@ class LoadProgress:
         self.phase, self.done_bytes, self.total_bytes = phase, done_bytes, total_bytes
         return True
 
+    def message(self, kind: type[_M], cache: str) -> _M:
+        """Where the load is, as a message about `cache`."""
+        return kind(
+            cache=cache,
+            phase=self.phase,
+            done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes,
+            eta_s=self.eta_s,
+        )
+
+    @property
     def eta_s(self) -> float | None:
         """Seconds left in this phase at its mean rate so far; None until there is one."""
         elapsed_s = time.monotonic() - self._phase_began
@@ -133,8 +148,7 @@ class Cache:
         self.generation: Generation | None = None
         self.load: LoadProgress | None = None
         self.error = ""
-        # From the manifest: where the checkpoint ladder may stop, and what to compare an unknown
-        # key with.
+        # From the manifest: the rung at which comparing checkpoints may stop.
         self.identity: Literal["full", "sampled"] = "full"
         # Outlives its generation, so that an engine learns that its cache failed or was released.
         self.last_key: WeightCacheKey | None = None
@@ -145,7 +159,9 @@ class Cache:
         return self._last_number + 1
 
     def begin_load(self) -> LoadProgress:
-        """A load is due; what is ready stays so."""
+        """A load is due. A ready cache stays ready."""
+        if self.state == "released":
+            self.error = ""
         if self.state in ("failed", "released"):
             self._move("loading")
         self.load = LoadProgress()
@@ -161,16 +177,14 @@ class Cache:
         return old
 
     def fail_load(self, error: str) -> None:
-        """The load came to nothing. What was ready still is."""
+        """The load failed. A ready cache stays ready."""
         if self.generation is None:
             self._move("failed")
             self.last_key = self.load.key if self.load else self.last_key
         self.load, self.error = None, error
 
     def release(self) -> Generation:
-        """Stop serving the generation; returns it for the caller to retire. The next one may be
-        loading already.
-        """
+        """Stop serving the generation, which the caller retires. The next may be loading."""
         generation = self.generation
         self._move("loading" if self.load else "released")
         if generation is None:
@@ -178,15 +192,22 @@ class Cache:
         self.generation = None
         return generation
 
+    def drop(self) -> Generation | None:
+        """Serve nothing until a reload asks for it. Returns the generation for the caller to
+        retire.
+        """
+        self._move("released")
+        generation, self.generation = self.generation, None
+        self.error = DROPPED
+        return generation
+
     def _move(self, to: CacheState) -> None:
         if to not in TRANSITIONS[self.state]:
             raise AssertionError(f"cache {self.name} cannot go from {self.state} to {to}")
         self.state = to
 
-    def status(self, leases: Leases) -> CacheStatus:
-        """The cache as `weightcachectl status` shows it; of one that loads anew, the generation is
-        the served one.
-        """
+    def status(self, leases: Leases, *, retry_at: float | None = None) -> CacheStatus:
+        """The cache as `weightcachectl status` shows it. generation: the served one."""
         generation, load = self.generation, self.load
         return CacheStatus(
             name=self.name,
@@ -203,14 +224,20 @@ class Cache:
             total_bytes=load.total_bytes if load else 0,
             error=self.error,
             engines=leases.engines(self.name),
-            eta_s=load.eta_s() if load else None,
+            eta_s=load.eta_s if load else None,
+            retry_at=retry_at,
         )
 
 
+class Aside(msgspec.Struct, frozen=True, array_like=True):
+    """A cache that a Drop or an engine in copy mode took out of service."""
+
+    role: Role
+    error: str = ""
+
+
 class Caches:
-    """All caches of the device, by name. `changed` fires whenever an answer to an engine may have
-    changed.
-    """
+    """All caches of the device, by name. changed: fires if an answer to an engine may have changed."""
 
     def __init__(self) -> None:
         self._caches: dict[str, Cache] = {}
@@ -231,18 +258,29 @@ class Caches:
         return self._caches.setdefault(name, Cache(name, role))
 
     def adopt(self, generation: Generation) -> None:
-        """Serve what the descriptor store had kept."""
+        """Serve a generation from the descriptor store."""
         self.ensure(generation.cache, generation.role).publish(generation)
 
+    def set_aside(self, name: str, aside: Aside) -> None:
+        """A cache that was released or dropped before this daemon started."""
+        cache = self.ensure(name, aside.role)
+        cache.state, cache.error = "released", aside.error
+
+    def aside(self) -> dict[str, Aside]:
+        """What is to stay unloaded until a reload asks for it, also across a restart."""
+        return {x.name: Aside(x.role, x.error) for x in self if x.state == "released"}
+
     def remove(self, name: str) -> Generation | None:
-        """Forget a cache. Returns the generation it served, for the caller to retire."""
-        cache = self._caches.pop(name)
+        """Forget a cache, if it is known. Returns the generation it served, for the caller to
+        retire.
+        """
+        cache = self._caches.pop(name, None)
         self.changed.fire()
-        return cache.generation
+        return cache.generation if cache else None
 
     @property
     def state(self) -> CacheState:
-        """The device's state in one word: what most needs a look."""
+        """The device's state in one word: the state that most needs attention."""
         states = {cache.state for cache in self} | {"loading" for cache in self if cache.load}
         order: tuple[CacheState, ...] = ("loading", "failed", "ready", "released")
         return next((s for s in order if s in states), "ready")

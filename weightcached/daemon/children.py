@@ -1,7 +1,7 @@
-"""Child processes: how one is started, listened to, and ended with all that it started.
+"""Child processes: start one, read its output, and end it with every process that it started.
 
-What a loader says and delivers is loading.py's. Not asyncio's subprocesses: their wait() also waits
-for the pipes, which a stray grandchild can hold open for ever.
+loading.py handles a loader's messages. Not asyncio's subprocesses: their wait() also waits for the
+pipes, which a stray grandchild can hold open for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Self
 
 import msgspec
@@ -22,17 +22,19 @@ from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon.logs import printable
 from weightcached.errors import CheckpointError
 from weightcached.system.fds import OwnedFd, sealed_memfd
-from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import is_host_device
-from weightcached.system.waits import readable
+from weightcached.system.process import environment_for
+from weightcached.system.waits import end_tasks, readable
 
 log = logging.getLogger(__name__)
 
-# What a dead child had written is there at once; only a grandchild outside of its session keeps a
-# pipe open.
+# A dead child's last output is there at once; only a grandchild outside of its session keeps a pipe
+# open.
 _DRAIN_TIMEOUT_S = 2.0
 _READ_BYTES = 64 * 1024
 _LINE_BYTES = 4096
+# How often we look whether a digest gets further.
+_LOOK_PERIOD_S = 5.0
 # A digest's answer is a few hundred bytes for each file of the checkpoint.
 _CAPTURE_BYTES = 8 * 1024 * 1024
 
@@ -102,20 +104,18 @@ class Child:
     async def _reap(self) -> int:
         with self._pidfd:
             await readable(self._pidfd.fileno())
-        # Before the child is waited for: until then nobody else can get its number. What it started
-        # would keep the pipes open, and device memory too.
+        # Before wait(): until then no other process can get this pid. Processes that the child
+        # started would keep the pipes open, and device memory.
         self._kill_session()
         status = self._process.wait()
         await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await end_tasks(*self._pumps)
         return status
 
     def _kill_session(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        # What has a process group of its own is left, as each compiler that ninja runs.
+        # Processes with their own process group are left, such as each compiler that ninja runs.
         killed: set[int] = set()
         while found := _members(self.pid) - killed:
             for pid in found:
@@ -153,10 +153,10 @@ class Child:
                 self.last_error_line = line
 
 
-async def make_full_digest(identity: CheckpointIdentity) -> str:
-    """The full digest of a checkpoint, by a child at the lowest priority. Raises
-    CheckpointError.
-    """
+async def make_full_digest(
+    identity: CheckpointIdentity, on_progress: Callable[[], None] = lambda: None
+) -> str:
+    """The full digest of a checkpoint, by a child of lowest priority. Raises CheckpointError."""
     command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
     try:
         child = Child(command, "digest", stdin=msgspec.json.encode(identity), capture=True)
@@ -165,9 +165,13 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
             f"the digest of {identity.root} cannot be started: {e.strerror}"
         ) from e
     async with child:
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, child.pid, 19)
-        status = await asyncio.shield(child.exit)
+        read = 0
+        while not child.exit.done():
+            await asyncio.wait({child.exit}, timeout=_LOOK_PERIOD_S)
+            if (now := _bytes_read(child.pid)) > read:
+                read = now
+                on_progress()
+        status = child.exit.result()
     if status != 0:
         reason = child.last_error_line or "it printed no reason"
         raise CheckpointError(f"the digest of {identity.root} ended with status {status}: {reason}")
@@ -175,6 +179,12 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
         return msgspec.json.decode(bytes(child.output or b""), type=CheckpointIdentity).full
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise CheckpointError(f"the digest of {identity.root} came back malformed: {e}") from e
+
+
+def _bytes_read(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/io", encoding="ascii") as f:
+        return int(f.readline().split()[1])
+    return 0
 
 
 def _members(session: int) -> set[int]:
@@ -201,19 +211,11 @@ def _kill_member(pid: int, session: int) -> None:
 
 
 def environment_of(program: str, device: str | None = None) -> dict[str, str]:
-    """The environment of a child: the daemon's, as it is where the interpreter's own environment is
-    activated.
+    """The environment of a child. With `device`, the child sees no other device.
 
-    vLLM leaves out FlashInfer's kernels where it does not find ninja, which is usually installed
-    beside the interpreter, in a directory that a service manager does not search. With `device`, no
-    other is visible.
+    A directory named vllm in the working directory is no vLLM: PYTHONSAFEPATH keeps the child from
+    importing it, and what it starts in turn, which its own -P would not.
     """
-    environment = {
-        name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS
-    }
-    directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
-    if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
-        environment["PATH"] = f"{directory}{os.pathsep}{searched}"
-    if device is not None and not is_host_device(device):
-        environment["CUDA_VISIBLE_DEVICES"] = device
-    return environment
+    visible = device is not None and not is_host_device(device)
+    own = {"CUDA_VISIBLE_DEVICES": device} if visible and device else {}
+    return environment_for(program, {"PYTHONSAFEPATH": "1"} | own)

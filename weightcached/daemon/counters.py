@@ -1,6 +1,4 @@
-"""What the daemon counts for metrics: attaches, refusals and why, fallbacks that engines tell of.
-Starts at zero.
-"""
+"""Counts for metrics: attaches, refusals and their reasons, reported fallbacks. From zero."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class Tally:
         self._attach_seconds[cache] = self._attach_seconds.get(cache, 0.0) + seconds
 
     def refused(self, answer: Message) -> None:
-        """An engine got a final answer that is no generation."""
+        """An engine got a final answer other than a generation."""
         self._refusals[type(answer).__name__] += 1
         if isinstance(answer, Mismatch):
             for field in answer.fields:
@@ -43,7 +41,7 @@ class Tally:
         _count(self._fallbacks, reason)
 
     def counters(self, caches: Caches, *, digest_failures: int) -> Counters:
-        """All counts, with the load times of what is served."""
+        """All counts, with the load times of served generations."""
         return Counters(
             attaches=dict(self._attaches),
             attach_seconds=dict(self._attach_seconds),

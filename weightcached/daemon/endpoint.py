@@ -1,8 +1,8 @@
 """The daemon's place in the runtime directory: lock and socket, taken at the start, and again if
 somebody removes them.
 
-/run/user/<uid> goes with a user's last session, and people tidy up. What is served survives that in
-memory; the place has to be made again, or no engine finds it.
+/run/user/<uid> goes with a user's last session, and people tidy up. The weights survive that in
+memory, but engines find the daemon only if it makes lock and socket again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from weightcached.system.paths import create_runtime_dir, lock_path, socket_path
 
 log = logging.getLogger(__name__)
 
-# Short: whoever waits in it waits behind a flood. Further peers wait in connect(), each as one of
-# many.
+# Short: a peer in it waits behind a flood. Further peers wait in connect(), each as one of many.
 _BACKLOG = 32
 
 
@@ -56,9 +55,7 @@ class Endpoint:
         os.close(self._lock_fd)
 
     def listen(self) -> socket.socket:
-        """Bind with mode 0600, in place of what a dead daemon left: only the holder of the lock
-        may.
-        """
+        """Bind with mode 0600, replacing a dead daemon's socket; only the holder of the lock may."""
         _unlink_stale(self.socket)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # From the first moment on: between bind() and a chmod() others could connect.
@@ -76,13 +73,11 @@ class Endpoint:
         return sock
 
     def is_lost(self) -> bool:
-        """Whether what stands under the socket's name, if anything, is not what was bound."""
+        """Whether the socket's name is gone, or leads to another file than the bound socket."""
         return self._bound is not None and _identity(self.socket) != self._bound
 
     def restore(self) -> socket.socket:
-        """Make what is gone once more: directory, lock, socket. What others put there is left
-        alone.
-        """
+        """Make directory, lock and socket again if they are gone. Files of others stay."""
         create_runtime_dir(self._directory)
         if _identity(self._lock_path) != _identity(self._lock_fd):
             lock_fd = _take_lock(self._device, self._lock_path)
@@ -105,19 +100,20 @@ def _identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def _take_lock(device: str, path: Path) -> int:
-    """A descriptor that holds the lock. The file stays: unlinking it would let two daemons lock two
-    files.
+    """A descriptor that holds the lock.
+
+    The file stays: if it were unlinked, two daemons could lock two files.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = (
+        remedy = (
             f"free space or inodes: df -i {path.parent}"
             if full
             else "if something else is there, remove it"
         )
-        raise RuntimePathError(f"cannot open the lock {path}: {e.strerror}; {mend}") from e
+        raise RuntimePathError(f"cannot open the lock {path}: {e.strerror}; {remedy}") from e
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise RuntimePathError(f"the lock {path} is not a regular file: remove it")
@@ -130,7 +126,7 @@ def _take_lock(device: str, path: Path) -> int:
                 f"device {device} is served by another weightcached ({who}), which holds {path}: "
                 f"systemctl --user stop weightcached@{device}.service, or end that process"
             ) from e
-        # Only for the message above: a full file system is no reason not to serve.
+        # Only for the message above: a full file system must not stop the daemon.
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

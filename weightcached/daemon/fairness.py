@@ -1,8 +1,8 @@
-"""Whose turn it is. Everything that a peer may make the daemon do waits here first, and who asked
-for least is next.
+"""Fair queueing of all work for peers: the process that asked for least is next.
 
-Fairness is between processes, not connections: one that floods on hundreds of them waits behind itself alone
-(start-time fair queueing: each item starts where the process's last one ends, or where the queue is now).
+Fairness is between processes, not connections: a process that floods on hundreds of connections
+waits behind itself alone (start-time fair queueing: each item starts at the end of the process's
+last one, or at the queue's present position).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import heapq
 from weakref import WeakValueDictionary
 
-# In units of work; one is about what a status costs.
+# In units of work; one is about the cost of a status.
 REQUEST_UNITS = 1
 GREETING_UNITS = 2
 CLOSE_UNITS = 1
@@ -29,9 +29,7 @@ _LARGE_PAUSE_S = 0.1
 
 
 class Account:
-    """What one process has had done, as the place in the queue where its next item starts at the
-    earliest.
-    """
+    """One process's use, as the earliest position in the queue for its next item."""
 
     __slots__ = ("__weakref__", "start")
 
@@ -81,14 +79,14 @@ class Turns:
         await turn
 
     def charge(self, account: Account, units: int) -> None:
-        """What was done in the last turn turned out to be more: the next one is later for it."""
+        """The last turn's work turned out to be more: the next turn comes later."""
         account.start += units
 
     def _wake_waiting(self) -> None:
         left = self._units
         while self._waiting and left > 0:
             start, _, units, turn = heapq.heappop(self._waiting)
-            # Whoever waited may have left.
+            # The waiting task may have left.
             if not turn.done():
                 self._now = max(self._now, start)
                 left -= units
@@ -108,9 +106,7 @@ class Turns:
 
 
 class Queues:
-    """One queue for everything, and beside it one each for what costs more than its bytes or could
-    hold others up.
-    """
+    """One queue for everything, and more for work that costs more than its bytes or could block."""
 
     def __init__(self) -> None:
         self.requests = Turns(units=_UNITS_AT_ONCE)
@@ -130,9 +126,7 @@ class Ticket:
         self._large = queues.large.account(pid)
 
     async def turn(self, units: int = REQUEST_UNITS) -> None:
-        """Return when something may be done for it: a packet received, a connection greeted or
-        closed.
-        """
+        """Return when the daemon may receive a packet of it, or greet or close the connection."""
         await self._queues.requests.take(self._requests, units)
 
     def charge(self, nbytes: int) -> None:

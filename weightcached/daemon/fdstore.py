@@ -3,8 +3,9 @@ daemon is gone.
 
 One generation is one set: names "wc1.<first 40 hex digits of the index digest>.<place>", place
 "index" or the number of the segment. The index is stored first, so a set cut short by a crash is
-recognised as incomplete. Without NOTIFY_SOCKET every call does nothing. See sd_notify(3) and
-sd_listen_fds(3).
+recognised as incomplete. Beside the sets stands at most one note, "wc1.aside.<n>": which caches are
+to stay unloaded. It lives as long as the weights do: across crashes and restarts, not across a
+stop. Without NOTIFY_SOCKET every call does nothing. See sd_notify(3) and sd_listen_fds(3).
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from weightcached.daemon.caches import Generation
+import msgspec
+
+from weightcached.daemon.caches import Aside, Generation
 from weightcached.daemon.loading import host_segment_fault
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError
-from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.index.tensors import TensorIndex, read_index
 from weightcached.system import gpus
-from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd
 from weightcached.system.notify import StoreConnection, Stored
 from weightcached.system.paths import is_host_device
 
@@ -31,10 +34,12 @@ log = logging.getLogger(__name__)
 _MANAGER_TIMEOUT_S = 30.0
 _INDEX = "index"
 _NAME = re.compile(r"wc1\.([0-9a-f]{40})\.(index|0|[1-9][0-9]{0,5})")
+_NOTE = re.compile(r"wc1\.aside\.([0-9]{1,9})")
+_MAX_NOTE_BYTES = 1 << 20
 
 
 class StoreError(Exception):
-    """The manager could not be reached; what is served is not affected."""
+    """The manager could not be reached. Served generations are not affected."""
 
 
 def _tag(index_digest: str) -> str:
@@ -46,11 +51,10 @@ class FdStore:
 
     def __init__(self, notify_socket: str | None) -> None:
         self._address = notify_socket
+        self._note = 0
 
     def put(self, generation: Generation) -> None:
-        """Store all descriptors of a generation; returns once the manager has taken them. Raises
-        StoreError.
-        """
+        """Store all descriptors of a generation; wait for the manager. Raises StoreError."""
         tag = _tag(generation.index_digest)
         with self._connection() as manager, generation.handout() as fds:
             for place, fd in zip([_INDEX, *map(str, range(len(fds) - 1))], fds, strict=True):
@@ -60,15 +64,41 @@ class FdStore:
     def remove(self, generation: Generation) -> None:
         """Take a generation out. Raises StoreError."""
         tag = _tag(generation.index_digest)
-        # Segments first: cut short, what stays is an index without segments, which adopt() drops.
+        # Segments first: if this is cut short, an index without segments stays, which adopt()
+        # drops.
         self.remove_names(
             [*(f"{tag}.{n}" for n in range(len(generation.segment_nbytes))), f"{tag}.{_INDEX}"]
         )
 
+    def note_aside(self, aside: Mapping[str, Aside]) -> None:
+        """Keep what is to stay unloaded, in place of what was noted before. Raises StoreError."""
+        last, self._note = self._note, self._note + 1
+        with self._connection() as manager:
+            if aside:
+                with sealed_memfd("weightcached-aside", msgspec.json.encode(aside)) as fd:
+                    manager.store(f"wc1.aside.{self._note}", fd)
+            # After the new one: cut short, two notes stand there, of which the later counts.
+            manager.remove(f"wc1.aside.{last}")
+            manager.barrier()
+
+    def take_note(self, stored: list[Stored]) -> dict[str, Aside]:
+        """What an earlier daemon noted; taken out of `stored`, and kept in the store."""
+        notes = {int(m[1]): item for item in stored if (m := _NOTE.fullmatch(item.name))}
+        stored[:] = [item for item in stored if not _NOTE.fullmatch(item.name)]
+        if not notes:
+            return {}
+        self._note = max(notes)
+        try:
+            data = read_sealed(notes[self._note].fd.fileno(), max_nbytes=_MAX_NOTE_BYTES)
+            return msgspec.json.decode(data, type=dict[str, Aside])
+        except (ValueError, OSError) as e:
+            log.warning("stored note passed over name=%s error=%s", notes[self._note].name, e)
+            return {}
+        finally:
+            close_all(item.fd for item in notes.values())
+
     def remove_names(self, names: list[str]) -> None:
-        """Take descriptors out by name; returns once the manager has closed them. Raises
-        StoreError.
-        """
+        """Remove descriptors by name; wait until they are closed. Raises StoreError."""
         with self._connection() as manager:
             for name in names:
                 manager.remove(name)
@@ -90,9 +120,7 @@ class FdStore:
 
 
 class Expected(NamedTuple):
-    """What a set must have been made for. `driver` is None where it is unknown: then it is not
-    compared.
-    """
+    """The origin that a set must have. driver: None if unknown; then it is not compared."""
 
     device: str
     boot_id: str
@@ -104,8 +132,8 @@ def adopt(
 ) -> list[Generation]:
     """Turn the store's descriptors back into generations, at most one per cache.
 
-    What cannot be used is closed, taken out of the store through `drop_names`, and logged with the
-    reason.
+    Unusable descriptors are closed, removed from the store through `drop_names`, and logged with
+    the reason.
     """
     sets: dict[str, dict[str, OwnedFd]] = {}
     for name, fd in stored:
@@ -116,7 +144,10 @@ def adopt(
             # Not ours, or from another version of this software: of no use, and it would never be
             # freed.
             _drop(
-                printable(name), "its name is not one of this version's", [(name, fd)], drop_names
+                printable(name),
+                "its name does not have the format of this version",
+                [(name, fd)],
+                drop_names,
             )
         else:
             # A second descriptor of one name makes the set unusable: removing either would remove
@@ -159,13 +190,8 @@ def _generation(tag: str, members: dict[str, OwnedFd], expected: Expected) -> Ge
     """Check one set. Raises IndexFormatError with the reason why it is of no use."""
     if _INDEX not in members:
         raise IndexFormatError(f"it has {len(members)} segments and no index")
-    try:
-        data = read_sealed(members[_INDEX].fileno(), max_nbytes=MAX_INDEX_BYTES)
-    except (ValueError, OSError) as e:
-        raise IndexFormatError(f"its index: {e}") from e
-    # decode() recognises another format version before anything else, and checks the digest.
-    index = decode(data)
-    digest = digest_of(data)
+    # Another format version is recognised before anything else, and the digest is checked.
+    index, digest = read_index(members[_INDEX])
     if not digest.startswith(tag):
         raise IndexFormatError(f"its index has digest {digest[:40]}")
     _check_origin(index, expected)
@@ -187,13 +213,13 @@ def _generation(tag: str, members: dict[str, OwnedFd], expected: Expected) -> Ge
 def _check_origin(index: TensorIndex, expected: Expected) -> None:
     if index.device != expected.device:
         raise IndexFormatError(
-            f"it is of device {index.device}, this daemon serves {expected.device}"
+            f"it is for device {index.device}, this daemon serves {expected.device}"
         )
     if index.boot_id != expected.boot_id:
-        raise IndexFormatError(f"it is of boot {index.boot_id}, this one is {expected.boot_id}")
+        raise IndexFormatError(f"it is from boot {index.boot_id}, this is boot {expected.boot_id}")
     if expected.driver is not None and index.driver != expected.driver:
         raise IndexFormatError(
-            f"it was made under driver {index.driver}, loaded is {expected.driver}"
+            f"it was made under driver {index.driver}, the loaded driver is {expected.driver}"
         )
 
 
@@ -212,9 +238,7 @@ def _drop(
 
 
 def current_driver(device: str) -> str | None:
-    """What must not change under a segment while it is stored, as its backend names it; None where
-    it is unknown.
-    """
+    """The driver that a stored segment depends on, as its backend names it; None if unknown."""
     if is_host_device(device):
         return None
     version = gpus.kernel_driver_version()

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Protocol
 
-from weightcached.wire.messages import EngineStatus
+from weightcached.wire.messages import EngineStatus, OldGeneration
 
 log = logging.getLogger(__name__)
 
-# Unmapping 15 GiB takes some 10 ms, and more where the engine's host is busy.
-UNMAP_TIMEOUT_S = 10.0
+# Unmapping 15 GiB takes some 10 ms. Shorter than the patience of weightcachectl, which waits for it.
+UNMAP_TIMEOUT_S = 3.0
 
 
 class Broadcast:
@@ -31,9 +32,7 @@ class Broadcast:
         self._event = asyncio.Event()
 
     def next(self) -> asyncio.Event:
-        """The next fire(), to be taken before looking at what may change and given to wait()
-        afterwards.
-        """
+        """The next fire(): take it before you look at the state, and give it to wait() afterwards."""
         return self._event
 
     async def wait(
@@ -48,23 +47,43 @@ class Broadcast:
             pass
 
 
+class Leased(Protocol):
+    """A generation, as far as leases look at it. Which one it is, identity tells and not its
+    number: numbers begin again once a cache has been forgotten.
+    """
+
+    cache: str
+    number: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Lease:
     """One engine's hold on one generation. `since` is in seconds since the epoch.
+
 
     A parked engine sleeps; `ask_to_unmap` sends it the question.
     """
 
-    __slots__ = ("ask_to_unmap", "cache", "generation", "parked", "pid", "since")
+    __slots__ = ("ask_to_unmap", "generation", "parked", "pid", "since")
 
-    def __init__(
-        self, cache: str, generation: int, pid: int, ask_to_unmap: Callable[[], object]
-    ) -> None:
-        self.cache = cache
+    def __init__(self, generation: Leased, pid: int, ask_to_unmap: Callable[[], object]) -> None:
         self.generation = generation
         self.pid = pid
         self.since = time.time()
         self.parked = False
         self.ask_to_unmap = ask_to_unmap
+
+    def status(self) -> EngineStatus:
+        held = self.generation
+        return EngineStatus(
+            pid=self.pid,
+            since=self.since,
+            generation=held.number,
+            bytes=held.nbytes,
+            parked=self.parked,
+        )
 
 
 class Leases:
@@ -76,13 +95,9 @@ class Leases:
         self.changed = Broadcast()
 
     def begin(
-        self,
-        cache: str,
-        generation: int,
-        pid: int,
-        ask_to_unmap: Callable[[], object] = lambda: None,
+        self, generation: Leased, pid: int, ask_to_unmap: Callable[[], object] = lambda: None
     ) -> Lease:
-        lease = Lease(cache, generation, pid, ask_to_unmap)
+        lease = Lease(generation, pid, ask_to_unmap)
         self._leases[lease] = None
         self.changed.fire()
         return lease
@@ -93,17 +108,17 @@ class Leases:
             del self._leases[lease]
             self.changed.fire()
 
-    def on(self, cache: str, generation: int | None = None) -> list[Lease]:
-        """The leases on a cache, or on one generation of it."""
-        return [x for x in self._leases if x.cache == cache and generation in (None, x.generation)]
+    def on(self, generation: Leased) -> list[Lease]:
+        """The leases on one generation."""
+        return [lease for lease in self._leases if lease.generation is generation]
 
-    def awake(self, cache: str) -> list[Lease]:
-        """The leases on a cache of engines that do not sleep, and would not unmap it."""
-        return [lease for lease in self.on(cache) if not lease.parked]
+    def awake(self, generation: Leased) -> list[Lease]:
+        """The leases on a generation of engines that do not sleep, and would not unmap it."""
+        return [lease for lease in self.on(generation) if not lease.parked]
 
-    async def none_on(self, cache: str, generation: int) -> None:
+    async def none_on(self, generation: Leased) -> None:
         """Return once nobody holds this generation."""
-        while self.on(cache, generation):
+        while self.on(generation):
             await self.changed.wait()
 
     def park(self, lease: Lease, parked: bool) -> None:
@@ -111,13 +126,11 @@ class Leases:
         lease.parked = parked
         self.changed.fire()
 
-    async def unmap_parked(
-        self, cache: str, generation: int | None = None, *, timeout_s: float = UNMAP_TIMEOUT_S
-    ) -> None:
-        """Ask the parked engines of a cache, or of one generation, to unmap it, and wait until each
-        has, or woke, or the timeout is over. Those that are awake keep it.
+    async def unmap_parked(self, generation: Leased, *, timeout_s: float = UNMAP_TIMEOUT_S) -> None:
+        """Ask the parked engines of a generation to unmap it, and wait until each has, or woke, or
+        the timeout is over. Those that are awake keep it.
         """
-        asked = [lease for lease in self.on(cache, generation) if lease.parked]
+        asked = [lease for lease in self.on(generation) if lease.parked]
         for lease in asked:
             lease.ask_to_unmap()
         try:
@@ -126,7 +139,25 @@ class Leases:
                     await self.changed.wait()
         except TimeoutError:
             left = [lease.pid for lease in asked if lease in self._leases and lease.parked]
-            log.warning("parked engines do not unmap cache=%s pids=%s", cache, left)
+            log.warning("parked engines do not unmap cache=%s pids=%s", generation.cache, left)
 
     def engines(self, cache: str) -> list[EngineStatus]:
-        return [EngineStatus(pid=x.pid, since=x.since, parked=x.parked) for x in self.on(cache)]
+        """Who holds any generation of a cache."""
+        return [lease.status() for lease in self._leases if lease.generation.cache == cache]
+
+    def old(self, served: Collection[Leased]) -> list[OldGeneration]:
+        """What engines hold of generations that are not `served` any more: memory that their end
+        frees.
+        """
+        current = {id(generation) for generation in served}
+        held = {id(x.generation): x.generation for x in self._leases}
+        return [
+            OldGeneration(
+                cache=generation.cache,
+                generation=generation.number,
+                bytes=generation.nbytes,
+                engines=[lease.status() for lease in self.on(generation)],
+            )
+            for key, generation in held.items()
+            if key not in current
+        ]

@@ -1,8 +1,8 @@
 """One run of the loader child: from the job to a complete, checked generation.
 
 A loader is not trusted to be well: it may crash, hang, be killed, or deliver half of what it
-promised. Whatever it does, run() returns a complete and checked delivery or raises LoadFailedError,
-and nothing of it is left running.
+promised. In every case run() returns a complete and checked delivery or raises LoadFailedError, and
+no process of it is left.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError, LoadError, ProtocolError
 from weightcached.index.key import WeightCacheKey
-from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.system.fds import OwnedFd, close_all, is_sealed, read_sealed
+from weightcached.index.tensors import TensorIndex, read_index
+from weightcached.system.fds import OwnedFd, close_all, is_sealed
 from weightcached.system.paths import is_host_device
 from weightcached.system.process import signal_name
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet
 from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, Meeting, encode_job
 from weightcached.wire.messages import (
@@ -37,6 +38,7 @@ from weightcached.wire.messages import (
     LoaderMessage,
     LoaderProgress,
     Role,
+    Source,
     decode_loader,
 )
 
@@ -58,18 +60,17 @@ class LoadFailedError(LoadError):
 
 @dataclass(frozen=True)
 class Delivery:
-    """What a loader made, checked. The caller owns the descriptors."""
+    """A loader's result, checked. The caller owns the descriptors."""
 
     index: TensorIndex
     index_digest: str
     index_fd: OwnedFd
     segment_fds: list[OwnedFd]
+    source: Source = "loaded"
 
 
 class LoadRequest(NamedTuple):
-    """One cache to load, as the manifest has it. `python` is the interpreter of the model's engine,
-    ours if None.
-    """
+    """One cache to load, from the manifest. python: the engine's interpreter; None: ours."""
 
     device: str
     cache: str
@@ -131,8 +132,9 @@ class LoaderRun:
         self._segments: list[OwnedFd] = []
 
     async def run(self) -> Delivery:
-        """Load. Raises LoadFailedError; on that and on cancellation every descriptor is closed, the
-        child killed.
+        """Load. Raises LoadFailedError.
+
+        After an error or cancellation every descriptor is closed and the child killed.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         waits = self._has_to_wait
@@ -195,8 +197,7 @@ class LoaderRun:
         try:
             yield
         finally:
-            giver.cancel()
-            await asyncio.gather(giver, return_exceptions=True)
+            await end_tasks(giver)
 
     async def _receive(self, ours: socket.socket, child: Child) -> None:
         """Take messages until the delivery is complete or the child has hung up."""
@@ -213,9 +214,7 @@ class LoaderRun:
                 self._deadline_s = loop.time() + self._stall_timeout_s
 
     async def _next_packet(self, ours: socket.socket, child: Child) -> Packet:
-        """What the child says next. Raises EOFError also for a dead child whose end a grandchild
-        still holds.
-        """
+        """The child's next packet. Raises EOFError, also if only a grandchild is left."""
         if not child.exit.done():
             loop = asyncio.get_running_loop()
             listener = asyncio.create_task(packets.recv(ours, max_fds=MAX_PACKET_FDS))
@@ -226,9 +225,7 @@ class LoaderRun:
                         if self._has_to_wait
                         else self._deadline_s - loop.time()
                     )
-                    await asyncio.wait(
-                        {listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-                    )
+                    await first_of(listener, child.exit, timeout_s=left_s)
                     if listener.done():
                         return listener.result()
                     if (
@@ -238,8 +235,7 @@ class LoaderRun:
                     ):
                         raise self._stall_error()
             finally:
-                listener.cancel()
-                await asyncio.gather(listener, return_exceptions=True)
+                await end_tasks(listener)
         # All that it had to say is in the queue by now.
         try:
             return recv_packet(ours, max_fds=MAX_PACKET_FDS)
@@ -294,8 +290,8 @@ class LoaderRun:
             or len(self._segments) > self._expected
         ):
             raise ProtocolError(
-                f"descriptors {message.first} to {message.first + len(fds) - 1} came where number {first} "
-                f"of {self._expected} was next"
+                f"descriptors {message.first} to {message.first + len(fds) - 1} came, expected "
+                f"number {first} of {self._expected}"
             )
 
     def _stall_error(self) -> LoadFailedError:
@@ -306,17 +302,15 @@ class LoaderRun:
 
     def _protocol_error(self, what: str) -> LoadFailedError:
         return LoadFailedError(
-            f"loader of {self._name} broke the protocol: {what}; it was killed. Is the weightcached of "
-            f"{self._command[0]} the daemon's version?"
+            f"loader of {self._name} broke the protocol: {what}; it was killed. Check that "
+            f"{self._command[0]} has the daemon's version of weightcached"
         )
 
     async def _follow_tuning(self, ours: socket.socket, child: Child) -> None:
-        """Let a child that has delivered everything go on, to tune kernels, for as long as it tells
-        of progress.
-        """
+        """Let a child go on after its delivery, to tune kernels, as long as it reports progress."""
         loop = asyncio.get_running_loop()
         self._deadline_s = loop.time() + _EXIT_TIMEOUT_S
-        # Nobody needs what it says now, nor that it says it well.
+        # Nobody needs these messages, so errors in them do not matter.
         with contextlib.suppress(EOFError, OSError, ProtocolError, LoadFailedError):
             while self._is_complete:
                 packet = await self._next_packet(ours, child)
@@ -363,18 +357,17 @@ class LoaderRun:
         return f"{name} ended with status 0 and delivered {len(self._segments)} of {self._expected} segments"
 
     def _check_delivery(self) -> Delivery:
-        """Hold the delivery against what was asked for. Runs in a thread: an index may be large."""
+        """Compare the delivery with the request. Runs in a thread: an index may be large."""
         if self._index is None:
             raise AssertionError("an incomplete delivery is never checked")
         try:
-            data = read_sealed(self._index.fileno(), max_nbytes=MAX_INDEX_BYTES)
-            index = decode(data)
-        except (ValueError, IndexFormatError) as e:
+            index, digest = read_index(self._index)
+        except IndexFormatError as e:
             raise self._protocol_error(str(e)) from e
         for field in ("device", "cache", "role", "generation", "spec_digest", "boot_id"):
             asked, got = getattr(self._request, field), getattr(index, field)
             if asked != got:
-                raise self._protocol_error(f"its index has {field} {got!r}, asked was {asked!r}")
+                raise self._protocol_error(f"its index has {field} {got!r}, expected {asked!r}")
         if len(index.segments) != len(self._segments):
             raise self._protocol_error(
                 f"its index lists {len(index.segments)} segments, {len(self._segments)} came"
@@ -390,11 +383,11 @@ class LoaderRun:
                 fault = host_segment_fault(fd.fileno(), segment.nbytes)
                 if fault:
                     raise self._protocol_error(f"segment {number} {fault}")
-        return Delivery(index, digest_of(data), self._index, self._segments)
+        return Delivery(index, digest, self._index, self._segments)
 
 
 def host_segment_fault(fd: int, nbytes: int) -> str:
-    """What is wrong with a descriptor as a host segment of `nbytes`, or ""."""
+    """Why a descriptor is not a host segment of `nbytes`, or ""."""
     if not is_sealed(fd):
         return "is not a memfd sealed against write, grow and shrink"
     actual = os.fstat(fd).st_size

@@ -1,6 +1,4 @@
-"""Logging of the daemon: one line per fact on standard error, in the form that journald reads
-levels from.
-"""
+"""Logging of the daemon: one line per fact on standard error, with levels for journald."""
 
 from __future__ import annotations
 
@@ -77,7 +75,5 @@ def configure(level: str) -> None:
 
 
 def printable(text: str, limit: int = 2000) -> str:
-    """`text` on one line, without control characters: what others wrote must not forge log
-    lines.
-    """
+    """`text` on one line, without control characters: text of others must not forge log lines."""
     return "".join(c if c.isprintable() else "?" for c in text.strip())[:limit]

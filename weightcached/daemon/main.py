@@ -14,14 +14,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from weightcached import __version__
 from weightcached.daemon import fdstore
-from weightcached.daemon.caches import Caches, Generation
+from weightcached.daemon.caches import Aside, Cache, Caches, Generation
 from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.endpoint import Endpoint
@@ -34,6 +36,8 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.snapshots import Snapshots
+from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
     EXIT_FAILURE,
@@ -41,10 +45,18 @@ from weightcached.errors import (
     ManifestError,
     RuntimePathError,
 )
-from weightcached.system.notify import inherited, watchdog_period_s
+from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir
+from weightcached.system.text import bytes_text
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire import resident
-from weightcached.wire.messages import CacheOutcome, Refused, ReloadReply, StatusReply
+from weightcached.wire.messages import (
+    CacheOutcome,
+    CacheStatus,
+    Refused,
+    ReloadReply,
+    StatusReply,
+)
 from weightcached.wire.resident import boot_id
 
 log = logging.getLogger(__name__)
@@ -52,7 +64,8 @@ log = logging.getLogger(__name__)
 _HANDSHAKE_TIMEOUT_S = 10.0
 MAX_RELOADS = 16
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# The manager waits this much longer than we do for a stalled loader: we can say what stalled.
+# The manager waits this much longer for a stalled loader than we do, because we can say where it
+# stalled.
 _EXTEND_MARGIN_S = 15.0
 # How often we look whether our socket is still there.
 _LOOK_PERIOD_S = 5.0
@@ -61,48 +74,62 @@ _SWITCH_INTERVAL_S = 0.001
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the command line gives. `loader_command`, and the two times, are there for tests and for
-    emergencies.
-    """
+    """The command line. `loader_command` and the two times are for tests and for emergencies."""
 
     device: str
     manifest: Path | None = None
     socket_dir: Path | None = None
     loaders_ahead: int | None = None
     loader_command: Sequence[str] | None = None
+    # Whether what failed and may succeed later is tried again here; if not, a daemon with nothing
+    # to serve ends with status 1.
+    retry: bool = True
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
 
 
 def run(options: ServeOptions) -> int:
-    """Serve one device until told to stop. Returns the exit status; raises WeightcachedError before
-    it serves.
+    """Serve one device until told to stop. Returns the exit status.
+
+    Raises WeightcachedError before it serves.
     """
-    # What comes before the event loop listens is kept for it: an early stop, too, is an orderly
-    # one.
+    # Signals before the event loop listens are kept for it: then an early stop is orderly too.
     signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGHUP])
     device = check_device(options.device)
     directory = options.socket_dir or runtime_dir()
     with Endpoint(device, directory) as endpoint:
         _raise_descriptor_limit()
         store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
-        adopted = _adopt(device, store)
-        return asyncio.run(_live(options, endpoint, endpoint.listen(), store, adopted))
+        stored = inherited(os.environ)
+        aside = store.take_note(stored)
+        adopted = _adopt(device, store, stored, aside)
+        return asyncio.run(_live(options, endpoint, endpoint.listen(), store, adopted, aside))
 
 
 def _raise_descriptor_limit() -> None:
-    """One descriptor per segment and two per peer; also the bound of what may be in flight to
-    engines.
-    """
+    """One descriptor per segment, two per peer. Also bounds the descriptors in flight to engines."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _adopt(device: str, store: fdstore.FdStore) -> list[Generation]:
-    """Take back what the manager kept for us, before anything can fail for another reason."""
+def _adopt(
+    device: str,
+    store: fdstore.FdStore,
+    stored: list[Stored],
+    aside: Mapping[str, Aside],
+) -> list[Generation]:
+    """Take back descriptors from the manager, before anything can fail for another reason."""
     expected = fdstore.Expected(device, boot_id(), fdstore.current_driver(device))
-    generations = fdstore.adopt(inherited(os.environ), expected, store.remove_names)
+    generations = fdstore.adopt(stored, expected, store.remove_names)
+    for g in [g for g in generations if g.cache in aside]:
+        # The daemon before ended while it freed this one.
+        generations.remove(g)
+        g.retire()
+        try:
+            store.remove(g)
+        except fdstore.StoreError as e:
+            log.warning("stays in the store until the unit stops cache=%s error=%s", g.cache, e)
     for g in generations:
         log.info(
             "adopted cache=%s generation=%d segments=%d bytes=%d",
@@ -120,10 +147,11 @@ async def _live(
     listener: socket.socket,
     store: fdstore.FdStore,
     adopted: list[Generation],
+    aside: Mapping[str, Aside],
 ) -> int:
     """From the bound socket to the exit status."""
     _shorten_stalls()
-    daemon = Daemon(options, endpoint, listener, store, adopted)
+    daemon = Daemon(options, endpoint, listener, store, adopted, aside)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
@@ -131,25 +159,20 @@ async def _live(
     loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
     # Before any child: it would inherit the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOP_SIGNALS, signal.SIGHUP])
-    stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(daemon.start())
     try:
-        await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(starting, stop.wait())
         if starting.done() and (status := starting.result()) is not None:
             return status
-        await stopping
+        await stop.wait()
         return 0
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        stopping.cancel()
+        await end_tasks(starting)
         await daemon.stop()
 
 
 def _shorten_stalls() -> None:
-    """Python's own pauses on the event loop: a full collection took 10 ms, a thread may keep others
-    out for 5 ms.
-    """
+    """Shorten Python's pauses: a full collection took 10 ms, a thread may run for 5 ms."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -159,7 +182,7 @@ ReloadResult = list[CacheOutcome] | ReloadReply | Refused
 
 
 class Daemon:
-    """What all sessions share, and the order in which it comes and goes."""
+    """State shared by all sessions, and the order of start and stop."""
 
     def __init__(
         self,
@@ -168,14 +191,21 @@ class Daemon:
         listener: socket.socket,
         store: fdstore.FdStore,
         adopted: list[Generation],
+        aside: Mapping[str, Aside],
     ) -> None:
         self.device = options.device
         self.pid = os.getpid()
         self.caches = Caches()
+        for generation in adopted:
+            self.caches.adopt(generation)
+        for name, note in aside.items():
+            self.caches.set_aside(name, note)
         self.leases = Leases()
         self.tally = Tally(adoptions=len(adopted))
-        self.matcher = Matcher(self.caches, self.device, make_full_digest)
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
+        digest = partial(make_full_digest, on_progress=self._notifier.digesting)
+        self.matcher = Matcher(self.caches, self.device, digest)
+        self._snapshots = Snapshots(self.device, endpoint.socket.parent)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -188,13 +218,16 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
+            look=partial(Staleness, self.matcher.full_digest, digest),
+            snapshots=self._snapshots,
             unmap_parked=self.leases.unmap_parked,
         )
         self._endpoint = endpoint
-        # Why there is no socket any more and none could be made, or "".
+        # Why there is no socket, and none could be made; or "".
         self._unreachable = ""
         self._since = time.time()
         self._idle_timeout_s = options.idle_timeout_s
+        self._retry = options.retry
         self.queues = Queues()
         self._server = Server(listener, self._open_session, self.queues)
         self._started = asyncio.Event()
@@ -202,16 +235,12 @@ class Daemon:
         self._endpoint_turn = asyncio.Lock()
         self._reloads = 0
         self._tasks: set[asyncio.Task[object]] = set()
-        # What stands in the file beside the socket.
+        # The content of the file beside the socket.
         self._written: resident.Resident | None = None
-        for generation in adopted:
-            self.caches.adopt(generation)
 
     async def start(self) -> int | None:
-        """Serve, load what is missing, say so. Returns an exit status if there is nothing to live
-        for.
-        """
-        # What was adopted is served before the manifest is even read.
+        """Serve, load missing caches, notify. Returns an exit status if there is nothing to serve."""
+        # Adopted generations are served before the manifest is even read.
         self._server.start()
         self._keep(asyncio.create_task(self._write_resident()))
         status = await self._first_reconcile()
@@ -233,40 +262,53 @@ class Daemon:
         )
         self._started.set()
         self._keep(asyncio.create_task(self._stay_reachable()))
+        if self._retry:
+            self._keep(asyncio.create_task(self._keep_retrying()))
         period_s = watchdog_period_s(os.environ)
         if period_s is not None:
             self._keep(asyncio.create_task(self._feed_watchdog(period_s)))
         return None
 
     async def _first_reconcile(self) -> int | None:
-        """Load what is missing. Returns the failure's exit status when nothing at all can be
-        served.
+        """Load what is missing. Returns the failure's exit status when nothing can be served, now
+        or later.
         """
         try:
-            outcomes = await self.reconciler.run()
+            outcomes = await self.reconciler.run(starting=True)
         except ManifestError as e:
             return None if any(cache.generation for cache in self.caches) else e.exit_status
         failed = [outcome.cache for outcome in outcomes if outcome.outcome == "failed"]
         if not failed or any(cache.generation for cache in self.caches):
             return None
-        # A restart may mend what is not permanent.
-        return EXIT_FAILURE if self.reconciler.transient_failures & set(failed) else EXIT_CONFIG
+        if not any(name in self.reconciler.retries for name in failed):
+            return EXIT_CONFIG
+        return None if self._retry else EXIT_FAILURE
+
+    async def _keep_retrying(self) -> None:
+        while True:
+            await self.reconciler.retries.until_due()
+            try:
+                await self.reconciler.retry()
+            except Exception:
+                # A fault of ours in one round must not end the rounds.
+                log.exception("trying again failed")
+            self._notifier.status(self._summary())
 
     async def stop(self) -> None:
-        """The reverse of start: nobody new, no child, no peer, no descriptor. The manager frees its
-        own copies.
+        """The reverse of start: no new peer, no child, no peer, no descriptor.
+
+        The manager frees its own copies.
         """
         await self._notifier.stopping()
         # 1. Nobody new.
         await self._server.stop_accepting()
         self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
+        await self._snapshots.close()
         await self.matcher.close()
         self._write(stopped=True)
-        # 3. Engines: they keep what they have mapped.
+        # 3. Engines: they keep their mappings.
         await self._server.close_connections()
         # 4. Our descriptors.
         for cache in self.caches:
@@ -286,18 +328,17 @@ class Daemon:
 
     def reload_on_signal(self) -> None:
         log.info("reload asked by=SIGHUP")
-        # Where it is refused, one of those that wait will read the manifest as it is now.
+        # If it is refused, a waiting reload will read the manifest as it is now.
         self.reload(force=False, only=[])
 
     def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[ReloadResult] | Refused:
-        """Begin a reload, which goes on whoever waits for it. Reloads run one after the other.
+        """Begin a reload, which goes on even if nobody waits for it. Reloads run one after the
+        other.
 
-        Refused where too many wait already: peers that ask and leave must not pile them up.
+        Refused if too many wait already: peers that ask and leave must not pile them up.
         """
         if self._reloads >= MAX_RELOADS:
-            message = (
-                f"{MAX_RELOADS} reloads wait for their turn already: try again when they are over"
-            )
+            message = f"{MAX_RELOADS} reloads are waiting already: try again later"
             return Refused(code="busy", message=message)
         self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only))
@@ -330,24 +371,26 @@ class Daemon:
             pid=self.pid,
             state=self.caches.state if self.reconciler.settled.is_set() else "loading",
             since=self._since,
-            caches=[cache.status(self.leases) for cache in self.caches],
+            caches=[self._cache_status(cache) for cache in self.caches],
             manifest=self.reconciler.manifest,
             manifest_error=self.reconciler.manifest_error,
             software=__version__,
             counters=self.tally.counters(self.caches, digest_failures=self.matcher.digest_failures),
+            old_generations=self.leases.old([c.generation for c in self.caches if c.generation]),
         )
+
+    def _cache_status(self, cache: Cache) -> CacheStatus:
+        retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
+        status = cache.status(self.leases, retry_at=retry_at)
+        outcome = self._snapshots.outcome(cache.generation) if cache.generation else ""
+        return msgspec.structs.replace(status, snapshot=outcome)
 
     async def _write_resident(self) -> None:
         """Keep the file beside the socket as true as an answer would be."""
         while True:
             changed = [self.caches.changed.next(), self.leases.changed.next()]
             self._write()
-            waits = [asyncio.create_task(event.wait()) for event in changed]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await first_of(*(event.wait() for event in changed))
 
     def _write(self, *, stopped: bool = False) -> None:
         now = resident.Resident(
@@ -361,19 +404,26 @@ class Daemon:
         try:
             resident.write(self._endpoint.socket, now)
         except OSError as e:
-            # Said once for each state; whoever reaches us asks us.
-            log.warning("cannot write what is resident error=%s", e)
+            # Logged once for each state. Engines that reach us ask us instead.
+            log.warning("cannot write the resident file error=%s", e)
         self._written = now
 
     def _summary(self) -> str:
         """One line for `systemctl status`."""
         served = [cache.generation for cache in self.caches if cache.generation]
-        gib = sum(generation.nbytes for generation in served) / 2**30
-        parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {gib:.1f} GiB"]
-        parts += [f"{cache.name}: {cache.error}" for cache in self.caches if cache.error]
+        size = bytes_text(sum(generation.nbytes for generation in served))
+        parts = [f"serving {len(served)} of {len(list(self.caches))} caches, {size}"]
+        parts += [
+            f"{cache.name}: {cache.error}{self._again(cache)}"
+            for cache in self.caches
+            if cache.error
+        ]
         if self.reconciler.manifest_error:
             parts.append(f"manifest refused: {self.reconciler.manifest_error}")
         return "; ".join(parts)
+
+    def _again(self, cache: Cache) -> str:
+        return " (is tried again)" if self._retry and cache.name in self.reconciler.retries else ""
 
     # ---- being reachable
 
@@ -413,9 +463,9 @@ class Daemon:
                 self._notifier.status(self._summary())
 
     async def _feed_watchdog(self, period_s: float) -> None:
-        """Tell the manager that we live, only while a peer would be served.
+        """Feed the watchdog, but only while peers are served.
 
-        Or while there is no place for a socket: a new daemon would not find one either, give up,
+        Also while there can be no socket: a new daemon could not make one either and would give up,
         and the weights would be lost.
         """
         while True:

@@ -1,5 +1,4 @@
-"""What systemd is told: readiness, progress, reloads, the watchdog and the end. Does nothing
-outside of a unit.
+"""Messages to systemd: readiness, progress, reloads, watchdog, end. Does nothing outside a unit.
 
 Descriptors go to the manager through fdstore.py.
 """
@@ -13,6 +12,7 @@ import sdnotify
 
 from weightcached.daemon.caches import Cache, LoadProgress
 from weightcached.system.notify import status_line
+from weightcached.system.text import progress_text
 
 # Start-up may take an hour and shows it; one status line a second within a phase is enough for
 # that.
@@ -23,9 +23,9 @@ _MANAGER_TIMEOUT_S = 30.0
 class Notifier:
     """Speaks to the manager named in NOTIFY_SOCKET.
 
-    What the manager must not miss is sent from a thread and may wait for it; status and watchdog
-    never wait. `extend_s` is how long the manager shall wait for the next progress; more than the
-    loader's stall timeout, so that a stalled loader is ended by us, with a reason.
+    Messages that the manager must not miss are sent from a thread, which may wait; status and
+    watchdog never wait. extend_s: how long the manager waits for the next progress. It is longer
+    than the loader's stall timeout, so that we end a stalled loader, with a reason.
     """
 
     def __init__(self, *, extend_s: float) -> None:
@@ -58,9 +58,7 @@ class Notifier:
         self._hasty.notify("WATCHDOG=1")
 
     def progress(self, cache: Cache, load: LoadProgress) -> None:
-        """A load has got further: show it, and ask for more time. To be called for real progress
-        only.
-        """
+        """A load has made progress: show it, and ask for more time."""
         now_s = time.monotonic()
         phase = (cache.name, load.phase)
         if now_s >= self._next_progress_s or phase != self._phase:
@@ -69,6 +67,10 @@ class Notifier:
             self._hasty.notify(
                 f"EXTEND_TIMEOUT_USEC={self._extend_usec}\n{status_line('loading ' + describe(cache.name, load))}"
             )
+
+    def digesting(self) -> None:
+        """A digest has got further, for which a start or a reload may wait."""
+        self._hasty.notify(f"EXTEND_TIMEOUT_USEC={self._extend_usec}")
 
     def close(self) -> None:
         for notifier in (self._waiting, self._hasty):
@@ -80,9 +82,5 @@ class Notifier:
 
 
 def describe(name: str, load: LoadProgress) -> str:
-    """E.g. "llama-8b/target: weights 3.2 of 16.1 GiB, 12 s left"."""
-    text = f"{name}: {load.phase}"
-    if load.total_bytes:
-        text += f" {load.done_bytes / 2**30:.1f} of {load.total_bytes / 2**30:.1f} GiB"
-    eta_s = load.eta_s()
-    return text if eta_s is None else f"{text}, {eta_s:.0f} s left"
+    """E.g. "llama-8b/target: weights, 3.2 of 16.1 GiB, 12 s left"."""
+    return f"{name}: {progress_text(load)}"

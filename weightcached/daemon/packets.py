@@ -1,6 +1,4 @@
-"""wire/framing.py, awaited: the same packets on non-blocking sockets of the event loop. Knows no
-messages.
-"""
+"""wire/framing.py for the event loop: the same packets on non-blocking sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ async def recv(
     sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES
 ) -> Packet:
     """The next packet; raises as recv_packet() does. No deadline of its own."""
-    # One turn of the loop per packet, or whoever floods would be the only one served.
+    # One turn of the loop per packet; otherwise a flooding peer would be the only one served.
     await asyncio.sleep(0)
     while True:
         try:
@@ -34,9 +32,7 @@ async def recv(
 async def send(
     sock: socket.socket, data: bytes, fds: Sequence[int] = (), *, timeout_s: float
 ) -> None:
-    """Send one packet; the caller keeps its descriptors. Raises TimeoutError, and what
-    send_packet() raises.
-    """
+    """Send one packet; the caller keeps its descriptors. Raises TimeoutError, and as send_packet()."""
     async with asyncio.timeout(timeout_s):
         while True:
             try:
@@ -60,8 +56,8 @@ async def connect(path: str, *, timeout_s: float) -> socket.socket:
                     sock.connect(path)
                     return sock
                 except BlockingIOError:
-                    # The listener's backlog is full; nothing tells when it no longer is. Where
-                    # peers fill it, too, places are taken as soon as they are free.
+                    # The listener's backlog is full, and nothing reports a free place. Other peers
+                    # take places as soon as they are free.
                     await asyncio.sleep(_CONNECT_RETRY_S)
     except BaseException:
         sock.close()

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, and whether that process still lives."""
+"""The process at the other end of a connection: its user, its pid, its death."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ class PeerRefusedError(Exception):
 
 
 class Peer:
-    """A connected process of our own user. `pid` is 0 where it lives in a pid namespace that we
-    cannot see.
-    """
+    """A connected process of our user. pid: 0 if it lives in a pid namespace that we cannot see."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.pidfd: OwnedFd | None = None
 
     def follow(self, sock: socket.socket) -> None:
-        """Open the pidfd that tells of its death, where there is one to be had."""
+        """Open the pidfd that shows its death, if possible."""
         self.pidfd = peer_pidfd(sock, self.pid)
 
     def close(self) -> None:
@@ -37,7 +35,7 @@ def identify(sock: socket.socket) -> Peer:
         pid, uid, _ = peer_credentials(sock)
     except OSError as e:
         raise PeerRefusedError(
-            f"the user behind this connection cannot be read ({e}): it is refused"
+            f"cannot read the uid of this connection's peer ({e}): the connection is refused"
         ) from e
     if uid != os.getuid():
         raise PeerRefusedError(

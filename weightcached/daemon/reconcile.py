@@ -1,9 +1,9 @@
-"""Make what is served what the manifest says: at start, at `weightcachectl reload`, and on SIGHUP.
+"""Serve the caches that the manifest names: at start, at `weightcachectl reload`, and on SIGHUP.
 
 plan() decides, as a function of data; Reconciler carries it out. Loads use the device one at a
-time: two would need twice the memory beside what is served. Children of the next ones are started
-ahead, since importing vLLM takes longer than loading many a model; they wait for their turn.
-Whatever fails, what is served stays served.
+time: two would need twice the memory beside what is served. Children of the next loads start ahead,
+because importing vLLM takes longer than loading many models; they wait for their turn. If a load
+fails, the served generation stays.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from weightcached.checkpoint.identity import changed_files
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
@@ -32,6 +33,9 @@ from weightcached.daemon.loading import (
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
+from weightcached.daemon.retries import Retries
+from weightcached.daemon.snapshots import Snapshots
+from weightcached.daemon.staleness import Staleness
 from weightcached.errors import ManifestError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
@@ -55,7 +59,13 @@ class Loader(Protocol):
     """Runs one loader child, as LoaderRun does."""
 
     def __call__(
-        self, request: LoadRequest, *, on_progress: OnProgress, on_key: OnKey, turn: asyncio.Event
+        self,
+        request: LoadRequest,
+        *,
+        on_progress: OnProgress,
+        on_key: OnKey,
+        turn: asyncio.Event,
+        command: Sequence[str] = ...,
     ) -> LoaderRun: ...
 
 
@@ -68,16 +78,14 @@ class QueuedRun:
         self._taken = False
 
     async def delivery(self) -> Delivery:
-        """Let it use the device and wait for what it makes; the caller owns that. Raises what
-        LoaderRun.run() does.
-        """
+        """Let it use the device; its delivery, owned by the caller. Raises as LoaderRun.run()."""
         self._turn.set()
         delivery = await self._run
         self._taken = True
         return delivery
 
     async def discard(self) -> None:
-        """End it, and free what nobody took."""
+        """End it, and free a delivery that nobody took."""
         if self._taken:
             return
         self._run.cancel()
@@ -96,7 +104,7 @@ class UnknownCacheError(Exception):
 
 
 def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:
-    """Where the role's loaders meet; None where each loads alone."""
+    """The meeting place of the role's loaders; None if each loads alone."""
     place = spec.rendezvous
     if place is None:
         return None
@@ -112,19 +120,17 @@ def plan(
     stale: Collection[str],
     force: bool,
     only: Collection[str],
+    starting: bool = False,
 ) -> Plan:
-    """What to load, keep and drop. `stale` are caches whose checkpoint changed on disk; empty
-    `only` means all.
+    """The caches to load, keep and drop. stale: caches that a load would make anew; empty `only`:
+    all. A daemon that is `starting` leaves what was set aside before as it is.
     """
-    chosen = [want for want in wanted if not only or want.name in only]
+    aside = caches.aside() if starting else {}
+    chosen = [want for want in wanted if (not only or want.name in only) and want.name not in aside]
     load: list[Wanted] = []
     unchanged: list[Wanted] = []
     for want in chosen:
-        cache = caches.get(want.name)
-        served = cache.generation if cache else None
-        current = (
-            served is not None and served.spec_digest == want.spec_digest and want.name not in stale
-        )
+        current = is_current(want, caches, stale)
         (unchanged if current and not force else load).append(want)
     names = {want.name for want in wanted}
     drop = [
@@ -135,10 +141,15 @@ def plan(
     return Plan(load, unchanged, drop)
 
 
+def is_current(want: Wanted, caches: Caches, stale: Collection[str]) -> bool:
+    """Whether what is served is what is wanted."""
+    cache = caches.get(want.name)
+    served = cache.generation if cache else None
+    return served is not None and served.spec_digest == want.spec_digest and want.name not in stale
+
+
 class Reconciler:
-    """Runs reconciliations one after the other. `loads` counts loader runs since the daemon
-    started.
-    """
+    """Runs reconciliations one after the other."""
 
     def __init__(
         self,
@@ -152,7 +163,9 @@ class Reconciler:
         boot_id: str,
         manifest: Path | None,
         ahead: int | None = None,
-        unmap_parked: Callable[[str, int], Awaitable[None]] | None = None,
+        look: Callable[[], Staleness],
+        snapshots: Snapshots,
+        unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
     ) -> None:
         self._caches = caches
         self._matcher = matcher
@@ -164,32 +177,66 @@ class Reconciler:
         self._unmap_parked = unmap_parked
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
+        self._look = look
+        self._snapshots = snapshots
         self._lock = asyncio.Lock()
-        # What failed and may succeed if tried again without a change.
-        self.transient_failures: set[str] = set()
+        # Failed caches that may load if tried again without a change.
+        self.retries = Retries()
+        self._wanted: dict[str, Wanted] = {}
+        self._noted = caches.aside()
+        self._note_turn = asyncio.Lock()
         self.manifest = str(manifest or "")
         self.manifest_error = ""
-        # Set once what the manifest wants is among the caches, or the manifest was refused.
+        # Set once the caches that the manifest names are known, or the manifest was refused.
         self.settled = asyncio.Event()
 
-    async def run(self, *, force: bool = False, only: Collection[str] = ()) -> list[CacheOutcome]:
-        """Read the manifest and reconcile. Raises ManifestError, UnknownCacheError; nothing has
-        changed then.
+    async def run(
+        self, *, force: bool = False, only: Collection[str] = (), starting: bool = False
+    ) -> list[CacheOutcome]:
+        """Read the manifest and reconcile.
+
+        Raises ManifestError, UnknownCacheError; nothing has changed then.
         """
         async with self._lock:
             try:
                 wanted = await self._read_manifest()
-                self._check_names(only, wanted)
-                stale = await self._find_stale()
-                todo = plan(wanted, self._caches, stale=stale, force=force, only=only)
-                outcomes = [await self._drop(name) for name in todo.drop]
-                outcomes += [self._keep_unchanged(want) for want in todo.unchanged]
+                chosen = self._chosen(only, wanted)
+                look = self._look()
+                stale = await self._find_stale(wanted, look)
+                todo = plan(
+                    wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
+                )
+                # Nothing is awaited between the plan and its marks on the caches: a Drop would
+                # come in between.
+                kept = [self._keep_unchanged(want) for want in todo.unchanged]
                 for want in todo.load:
+                    self.retries.settled(want.name)
                     self._queue(want)
+                self._wanted = {want.name: want for want in wanted}
+                outcomes = [await self._drop(name) for name in todo.drop] + kept
             finally:
                 self.settled.set()
+            await self._note_aside()
             self._caches.changed.fire()
-            return outcomes + await self._load_all(todo.load)
+            # Who forces a reload distrusts what is there, the snapshots too.
+            return outcomes + await self._load_all(todo.load, None if force else look)
+
+    async def retry(self) -> None:
+        """Load what is due to be tried again, as the manifest was when it was last read."""
+        async with self._lock:
+            due = self.retries.take_due()
+            look = self._look()
+            known = [self._wanted[name] for name in due if name in self._wanted]
+            stale = await self._find_stale(known, look)
+            todo: list[Wanted] = []
+            for name in due:
+                want = self._wanted.get(name)
+                if want is None or is_current(want, self._caches, stale):
+                    self.retries.settled(name)
+                else:
+                    self._queue(want)
+                    todo.append(want)
+            await self._load_all(todo, look)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -201,40 +248,42 @@ class Reconciler:
             log.error("manifest refused error=%s", e)
             raise
         self.manifest_error = ""
+        self._snapshots.spec = manifest.snapshots
         wanted = wanted_caches(manifest, self._device)
         if not wanted:
             log.warning("manifest places no model here manifest=%s device=%s", path, self._device)
         return wanted
 
-    def _check_names(self, only: Collection[str], wanted: list[Wanted]) -> None:
+    def _chosen(self, only: Collection[str], wanted: list[Wanted]) -> set[str]:
+        """The caches that `only` names, each by its own name or by its model's. Raises
+        UnknownCacheError where it names none of this device.
+        """
         known = {want.name for want in wanted} | {cache.name for cache in self._caches}
-        unknown = [name for name in only if name not in known]
-        if unknown:
+        chosen = {x for x in known if x in only or x.rpartition("/")[0] in only}
+        if only and not chosen:
             raise UnknownCacheError(
-                f"no cache {printable(', '.join(map(repr, unknown)), 1000)} on {self._device}: it has "
+                f"no cache {printable(', '.join(map(repr, only)), 1000)} on {self._device}: it has "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
+        return chosen
 
-    async def _find_stale(self) -> set[str]:
-        """Caches whose checkpoint is no longer what was loaded."""
+    async def _find_stale(self, wanted: Sequence[Wanted], look: Staleness) -> set[str]:
+        """Caches that are served, and not what a load would make now."""
         stale = set()
-        for cache in self._caches:
-            if cache.generation is not None:
-                changed = await asyncio.to_thread(changed_files, cache.generation.key.checkpoint)
-                if changed:
-                    log.info(
-                        "checkpoint changed cache=%s files=%d first=%s",
-                        cache.name,
-                        len(changed),
-                        changed[0],
-                    )
-                    stale.add(cache.name)
+        for want in wanted:
+            cache = self._caches.get(want.name)
+            generation = cache.generation if cache else None
+            if generation is None or generation.spec_digest != want.spec_digest:
+                continue
+            if reason := await look.reason(generation, want):
+                log.info("stale cache=%s reason=%s", want.name, printable(reason, 1000))
+                stale.add(want.name)
         return stale
 
     def _keep_unchanged(self, want: Wanted) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity = want.spec.identity
-        # The failure of an earlier reload says nothing about what is served now.
+        # The failure of an earlier reload does not concern the served generation.
         cache.error = ""
         return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_served_number(cache))
 
@@ -243,26 +292,50 @@ class Reconciler:
         cache.identity = want.spec.identity
         cache.begin_load()
 
-    async def _load_all(self, wanted: Sequence[Wanted]) -> list[CacheOutcome]:
+    async def _load_all(
+        self, wanted: Sequence[Wanted], look: Staleness | None
+    ) -> list[CacheOutcome]:
+        """Load, or restore where `look` finds a snapshot to be what a load would make."""
         outcomes: list[CacheOutcome] = []
         started: dict[str, QueuedRun] = {}
+        left = list(wanted)
         try:
             for position, want in enumerate(wanted):
                 for coming in wanted[position : position + 1 + self._ahead]:
                     if coming.name not in started:
-                        started[coming.name] = self._start(coming, at_once=coming is want)
+                        started[coming.name] = self._start(coming, look, at_once=coming is want)
                 outcomes.append(await self._load(want, started[want.name]))
+                left.remove(want)
         finally:
+            for want in left:
+                self._give_up(want)
             for run in started.values():
                 await run.discard()
+            # Not beside a load, which reads the same disk.
+            self._matcher.make_digests()
+            self._write_snapshots()
         return outcomes
 
-    def _start(self, want: Wanted, *, at_once: bool) -> QueuedRun:
+    def _write_snapshots(self) -> None:
+        for want in self._wanted.values():
+            cache = self._caches.get(want.name)
+            generation = cache.generation if cache else None
+            if generation is not None and generation.spec_digest == want.spec_digest:
+                self._snapshots.write_later(generation, want.spec.python)
+
+    def _give_up(self, want: Wanted) -> None:
+        """A fault of ours ended the round before it was this cache's turn, or in it."""
+        cache = self._caches.get(want.name)
+        if cache is not None and cache.load is not None:
+            cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
+            self.retries.failed(cache.name)
+
+    def _start(self, want: Wanted, look: Staleness | None, *, at_once: bool) -> QueuedRun:
         turn = asyncio.Event()
         if at_once:
             turn.set()
         cache = self._caches.ensure(want.name, want.role)
-        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, turn)))
+        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, look, turn)))
 
     async def _load(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
@@ -287,7 +360,9 @@ class Reconciler:
             error=cache.error,
         )
 
-    async def _run_loader(self, cache: Cache, want: Wanted, turn: asyncio.Event) -> Delivery:
+    async def _run_loader(
+        self, cache: Cache, want: Wanted, look: Staleness | None, turn: asyncio.Event
+    ) -> Delivery:
         load = cache.begin_load()
 
         def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
@@ -300,8 +375,26 @@ class Reconciler:
             load.key = key
             self._caches.changed.fire()
 
-        request = self._request(cache, want)
-        return await self._loader(request, on_progress=on_progress, on_key=on_key, turn=turn).run()
+        run = partial(
+            self._loader,
+            self._request(cache, want),
+            on_progress=on_progress,
+            on_key=on_key,
+            turn=turn,
+        )
+        path = await self._snapshots.find(want, look.reason) if look else None
+        if path is not None:
+            try:
+                restored = run(command=self._snapshots.restorer(path, want.spec.python))
+                return replace(await restored.run(), source="restored")
+            except LoadFailedError as e:
+                log.warning(
+                    "snapshot not used, it is loaded cache=%s path=%s reason=%s",
+                    cache.name,
+                    path,
+                    e,
+                )
+        return await run().run()
 
     def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
         placement = want.spec.placement_of(self._device)
@@ -321,11 +414,16 @@ class Reconciler:
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
-        """Stored first, then served: a daemon that dies in between finds the new generation and
-        keeps the higher.
+        """Store it, then serve it.
+
+        If the daemon dies in between, its successor finds both generations and keeps the newer one.
         """
         generation = Generation(
-            delivery.index, delivery.index_digest, delivery.index_fd, delivery.segment_fds, "loaded"
+            delivery.index,
+            delivery.index_digest,
+            delivery.index_fd,
+            delivery.segment_fds,
+            delivery.source,
         )
         try:
             await asyncio.to_thread(self._store.put, generation)
@@ -336,7 +434,7 @@ class Reconciler:
         except BaseException:
             generation.retire()
             raise
-        self.transient_failures.discard(cache.name)
+        self.retries.settled(cache.name)
         old = cache.publish(generation)
         log.info(
             "ready cache=%s generation=%d segments=%d bytes=%d seconds=%.1f",
@@ -350,9 +448,10 @@ class Reconciler:
             await self._retire(old)
 
     def _record_failure(self, cache: Cache, error: LoadFailedError) -> None:
-        (self.transient_failures.discard if error.permanent else self.transient_failures.add)(
-            cache.name
-        )
+        if error.permanent:
+            self.retries.settled(cache.name)
+        else:
+            self.retries.failed(cache.name)
         cache.fail_load(str(error))
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
@@ -368,11 +467,20 @@ class Reconciler:
         return CacheOutcome(cache=name, outcome="dropped")
 
     async def forget(self, name: str) -> None:
-        """Stop serving a cache and free its memory, engines' own mappings apart."""
+        """Stop serving a cache that the manifest lacks and free its memory, engines' own mappings
+        apart.
+        """
         generation = self._caches.remove(name)
-        self.transient_failures.discard(name)
+        self.retries.settled(name)
         if generation is not None:
             await self._retire(generation)
+
+    async def drop(self, cache: Cache) -> None:
+        """Stop serving a cache until a reload asks for it, and free its memory, engines' own
+        mappings apart.
+        """
+        self.retries.settled(cache.name)
+        await self._set_aside(cache.drop())
 
     async def release(self, cache: Cache) -> None:
         """Free the generation of a cache whose engines have copies of their own."""
@@ -383,17 +491,41 @@ class Reconciler:
             generation.number,
             generation.nbytes,
         )
+        await self._set_aside(generation)
+
+    async def _set_aside(self, generation: Generation | None) -> None:
         self._caches.changed.fire()
-        await self._retire(generation)
+        # Noted first: a daemon that dies in between finds both, and frees the rest. To the end,
+        # also if the peer that asked for it leaves meanwhile.
+        await asyncio.shield(asyncio.create_task(self._note_and_retire(generation)))
+
+    async def _note_and_retire(self, generation: Generation | None) -> None:
+        await self._note_aside()
+        if generation is not None:
+            await self._retire(generation)
+
+    async def _note_aside(self) -> None:
+        """Have the manager keep which caches are to stay unloaded, if that has changed."""
+        async with self._note_turn:
+            aside = self._caches.aside()
+            if aside == self._noted:
+                return
+            try:
+                await asyncio.to_thread(self._store.note_aside, aside)
+            except StoreError as e:
+                log.warning("a restart will load again what was dropped error=%s", e)
+            else:
+                self._noted = aside
 
     async def _retire(self, generation: Generation) -> None:
         generation.retire()
+        self._snapshots.stop_writing(generation)
         self._matcher.forget(generation)
-        # Whoever asked for it may leave meanwhile; the store would then keep the memory for good.
+        # The client may leave meanwhile; then the store would keep the memory for good.
         await asyncio.shield(asyncio.create_task(self._take_out(generation)))
         # Engines that sleep need it no more than we do; those that are awake keep it mapped.
         if self._unmap_parked is not None:
-            await self._unmap_parked(generation.cache, generation.number)
+            await self._unmap_parked(generation)
 
     async def _take_out(self, generation: Generation) -> None:
         try:

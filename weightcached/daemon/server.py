@@ -1,8 +1,8 @@
 """The listening socket: accept peers, refuse strangers and crowds, give each of the others a
 Session.
 
-Owns the socket and the connections; what is said on them is session.py's, who is served when is
-fairness.py's.
+Owns the socket and the connections. session.py handles requests, fairness.py decides whose turn it
+is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weightcached.daemon.fairness import CLOSE_UNITS, GREETING_UNITS, Queues, Ti
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
 from weightcached.errors import ProtocolError
-from weightcached.system.waits import readable
+from weightcached.system.waits import end_tasks, first_of, readable
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -38,10 +38,10 @@ from weightcached.wire.messages import (
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
-# Kept free of peers: to start a loader (10), for our own handshake (3), to reach the descriptor
-# store (3), and as many again for what libraries open for a moment.
+# Not for peers: to start a loader (10), for our own handshake (3), to reach the descriptor store
+# (3), and as many again for files that libraries open for a moment.
 _RESERVED_DESCRIPTORS = 32
-# Out of descriptors or memory: what is open is served on, new peers wait in the backlog.
+# Out of descriptors or memory: open connections are served, new peers wait in the backlog.
 _ACCEPT_PAUSE_S = 0.2
 # So many are taken from the backlog before others get a turn: each costs little, and nobody can be
 # served in it.
@@ -59,9 +59,7 @@ class _Connection(NamedTuple):
 
 
 class Server:
-    """Serves every connection of `listener` in a task of its own. `open_session` makes the Session
-    for a peer.
-    """
+    """Serves every connection of `listener` in its own task. open_session: makes a peer's Session."""
 
     def __init__(
         self,
@@ -93,14 +91,11 @@ class Server:
 
     async def stop_accepting(self) -> None:
         if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
+            await end_tasks(self._accepting)
         self._listener.close()
 
     async def close_connections(self) -> None:
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await end_tasks(*self._connections)
 
     async def _accept(self) -> None:
         at_once = 0
@@ -121,7 +116,7 @@ class Server:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
                 if len(self._closing) >= _MAX_CLOSING:
-                    await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
+                    await first_of(*self._closing)
                 await self._welcome(sock)
                 at_once = (at_once + 1) % _ACCEPT_AT_ONCE
                 if at_once == 0:
@@ -168,15 +163,16 @@ class Server:
     def _limit_reached(self, sock: socket.socket) -> str:
         """Why one more connection is too many, or ""."""
         if len(self._connections) >= MAX_CONNECTIONS:
-            return f"{MAX_CONNECTIONS} connections, the most it takes"
+            return f"{MAX_CONNECTIONS} connections, the maximum"
         if sock.fileno() >= self._first_reserved:
-            allowed = "the most that its limit of open files allows (LimitNOFILE=, ulimit -n)"
+            allowed = "the maximum for its limit of open files (LimitNOFILE=, ulimit -n)"
             return f"{len(self._connections)} connections, {allowed}"
         return ""
 
     async def _make_room(self, newcomer: Peer) -> bool:
-        """End the last connection without a lease of the process that has the most, if `newcomer`
-        has fewer.
+        """Make room: end one connection of the process that has the most, if `newcomer` has fewer.
+
+        It ends the last one that has no lease.
         """
         greediest, count = max(self._of_process.items(), key=lambda item: item[1], default=(0, 0))
         if count <= self._of_process[newcomer.pid] + 1:
@@ -216,19 +212,14 @@ class Server:
 
     async def _run_session(self, peer: Peer, session: Session, ticket: Ticket) -> None:
         talk = asyncio.create_task(session.run())
-        death = asyncio.create_task(readable(peer.pidfd.fileno())) if peer.pidfd else None
-        tasks = [talk, *([death] if death else [])]
         try:
-            # Whichever is first: the peer's death shows in its pidfd even while others hold its
-            # socket open.
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # The peer's death shows in its pidfd even while other processes hold its socket open.
+            await first_of(talk, *([readable(peer.pidfd.fileno())] if peer.pidfd else []))
             # Hundreds may end at once, with their process.
             await ticket.turn(CLOSE_UNITS)
             _log_end(peer, talk)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(talk)
 
 
 def _log_end(peer: Peer, session: asyncio.Task[None]) -> None:

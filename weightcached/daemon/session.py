@@ -25,6 +25,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.errors import ProtocolError
 from weightcached.index.key import WeightCacheKey
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -66,7 +67,7 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 # A peer that does not take its answer for this long is not going to.
 SEND_TIMEOUT_S = 10.0
-# Tools ask and leave. An engine may sit still for weeks: that is what a lease is.
+# Tools ask and leave. An engine may be silent for weeks, and keeps its lease.
 IDLE_TIMEOUT_S = 60.0
 # Loading and Progress are repeated at least this often.
 REPEAT_S = 1.0
@@ -75,7 +76,7 @@ _FILES_PER_UNIT = 256
 
 
 class Service(Protocol):
-    """What sessions share; main.py's Daemon."""
+    """The parts of main.py's Daemon that sessions use."""
 
     device: str
     pid: int
@@ -118,8 +119,9 @@ class Session:
         return bool(self._leases)
 
     async def run(self) -> None:
-        """Serve until the peer leaves. Raises EOFError, OSError, TimeoutError or ProtocolError
-        saying how it ended.
+        """Serve until the peer leaves.
+
+        Raises EOFError, OSError, TimeoutError or ProtocolError, by the kind of its end.
         """
         try:
             if await self._hello():
@@ -130,7 +132,7 @@ class Session:
         finally:
             for lease in self._leases.values():
                 self._service.leases.end(lease)
-            await _cancel(*self._asking)
+            await end_tasks(*self._asking)
 
     async def _hello(self) -> bool:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -164,19 +166,19 @@ class Session:
     async def _dialogue(self) -> None:
         request = decode_request((await self._next_packet()).data)
         while True:
-            # Listening goes on while the answer is made, so that a peer that leaves is noticed at
-            # once. What it says meanwhile waits for its turn.
+            # Listen while the answer is made, in order to notice at once that a peer leaves. A
+            # request that comes meanwhile waits.
             listener = asyncio.create_task(self._recv())
             answer = asyncio.create_task(self._answer(request))
             try:
-                await asyncio.wait({listener, answer}, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(listener, answer)
                 if listener.done():
                     # Raises when the peer left.
                     listener.result()
                 await answer
                 request = decode_request((await self._within_idle_limit(listener)).data)
             finally:
-                await _cancel(listener, answer)
+                await end_tasks(listener, answer)
 
     async def _recv(self) -> Packet:
         """The next packet. Until it is this peer's turn, it stays in the socket."""
@@ -245,9 +247,7 @@ class Session:
             )
 
     async def _match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
-        """The matcher's answer. At a daemon's start, what was not adopted is unknown until the
-        manifest was read.
-        """
+        """The matcher's answer. A daemon that starts waits for the manifest if no key matches."""
         answer = await self._service.matcher.match(key, sampled=sampled)
         settled = self._service.reconciler.settled
         if isinstance(answer, Generation) or settled.is_set():
@@ -257,9 +257,7 @@ class Session:
 
     def _begin_lease(self, generation: Generation) -> None:
         if generation not in self._leases:
-            lease = self._service.leases.begin(
-                generation.cache, generation.number, self._peer.pid, self._ask_to_unmap
-            )
+            lease = self._service.leases.begin(generation, self._peer.pid, self._ask_to_unmap)
             self._leases[generation] = lease
             log.info(
                 "attached pid=%d cache=%s generation=%d",
@@ -283,9 +281,7 @@ class Session:
         await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
 
     async def _release(self) -> None:
-        """Give the leases up, and free each generation when its last holder has left or released it
-        too.
-        """
+        """End the leases; free each generation once its last holder has left or released it too."""
         service = self._service
         if not self._leases:
             await self._send(
@@ -296,7 +292,7 @@ class Session:
             return
         for generation in list(self._leases):
             service.leases.end(self._leases.pop(generation))
-            await service.leases.none_on(generation.cache, generation.number)
+            await service.leases.none_on(generation)
             cache = service.caches.get(generation.cache)
             # Another engine's Release, a reload or a Drop may have been first.
             if cache is not None and cache.generation is generation:
@@ -313,7 +309,7 @@ class Session:
             have = f"generation {generation.number}" if generation else "no generation"
             message = (
                 f"{printable(request.cache, 300)}: generation {request.generation} is not served any more, the daemon "
-                f"has {have} of it; what the engine has mapped stays valid"
+                f"has {have} of it; the weights that the engine has mapped stay valid"
             )
             await self._send(Refused(code="generation-gone", message=message))
             return
@@ -326,7 +322,7 @@ class Session:
         await self._send(Done())
 
     def _ask_to_unmap(self) -> None:
-        """Send Unmap, whatever this session does now; an engine that sleeps has nothing asked."""
+        """Send Unmap at any time: an engine that sleeps waits for no answer."""
         task = asyncio.create_task(self._send(Unmap()))
         self._asking.add(task)
         task.add_done_callback(self._asked)
@@ -352,7 +348,7 @@ class Session:
         while not task.done():
             for cache in self._service.caches:
                 if cache.load is not None:
-                    await self._send(_progress(cache))
+                    await self._send(cache.load.message(Progress, cache.name))
             await asyncio.wait({task}, timeout=PROGRESS_S)
         result = task.result()
         await self._send(ReloadReply(outcomes=result) if isinstance(result, list) else result)
@@ -371,16 +367,21 @@ class Session:
                 code="loading",
                 message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
             )
-        elif (awake := service.leases.awake(cache.name)) and not request.force:
+        elif (
+            not request.force
+            and cache.generation is not None
+            # Those on an older generation keep what they map, whatever becomes of this one.
+            and (awake := service.leases.awake(cache.generation))
+        ):
             pids = ", ".join(str(lease.pid) for lease in awake)
             refusal = Refused(
                 code="in-use",
-                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; what an "
-                "engine has mapped stays valid",
+                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; weights "
+                "that an engine has mapped stay valid",
             )
         else:
             log.info("dropped on request cache=%s pid=%d", cache.name, self._peer.pid)
-            await service.reconciler.forget(cache.name)
+            await service.reconciler.drop(cache)
             await self._send(Done())
             return
         await self._send(refusal)
@@ -417,22 +418,3 @@ def _ready(generation: Generation, *, descriptors: int = 0) -> Ready:
         index_digest=generation.index_digest,
         descriptors=descriptors,
     )
-
-
-def _progress(cache: Cache) -> Progress:
-    load = cache.load
-    if load is None:
-        raise AssertionError(f"cache {cache.name} is not being loaded")
-    return Progress(
-        cache=cache.name,
-        phase=load.phase,
-        done_bytes=load.done_bytes,
-        total_bytes=load.total_bytes,
-        eta_s=load.eta_s(),
-    )
-
-
-async def _cancel(*tasks: asyncio.Task[Packet] | asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -24,10 +25,20 @@ from weightcached.errors import SnapshotError
 from weightcached.snapshot.files import Snapshot, list_snapshots, open_snapshot
 from weightcached.snapshot.writer import WriterJob
 from weightcached.system.fds import OwnedFd
+from weightcached.system.waits import end_tasks
 
 log = logging.getLogger(__name__)
 
 WhyStale = Callable[[Generation, Wanted], Awaitable[str]]
+
+
+@dataclass
+class _Writing:
+    """A snapshot that waits to be written, is written, or was."""
+
+    generation: Generation
+    task: asyncio.Task[None]
+    outcome: str = ""
 
 
 class Snapshots:
@@ -40,10 +51,8 @@ class Snapshots:
         self._device = device
         self._socket_dir = socket_dir
         self.spec: SnapshotSpec | None = None
-        self._writing: dict[str, asyncio.Task[None]] = {}
+        self._writing: dict[str, _Writing] = {}
         self._one_at_a_time = asyncio.Lock()
-        # By cache: what became of the snapshot of its generation.
-        self.outcomes: dict[str, str] = {}
 
     async def find(self, want: Wanted, why_stale: WhyStale) -> Path | None:
         """The newest snapshot that is what a load of `want` would make now, or None.
@@ -90,24 +99,28 @@ class Snapshots:
     def write_later(self, generation: Generation, python: str | None) -> None:
         """Have the generation written, after those before it, unless it is there already."""
         name = generation.cache
-        if self.spec is None or self.outcomes.get(name) == _done(generation):
+        begun = self._writing.get(name)
+        if self.spec is None or (begun and begun.generation is generation):
             return
-        self.stop_writing(name)
-        self._writing[name] = asyncio.create_task(self._write(generation, python, self.spec))
+        task = asyncio.create_task(self._write(generation, python, self.spec))
+        self._writing[name] = _Writing(generation, task)
 
-    def stop_writing(self, name: str) -> None:
-        """The cache is served no longer, or by another generation."""
-        task = self._writing.pop(name, None)
-        if task is not None:
-            task.cancel()
+    def stop_writing(self, generation: Generation) -> None:
+        """The generation is served no longer."""
+        begun = self._writing.get(generation.cache)
+        if begun is not None and begun.generation is generation:
+            begun.task.cancel()
+            del self._writing[generation.cache]
+
+    def outcome(self, generation: Generation) -> str:
+        """What became of the generation's snapshot: "", "writing", "written", or why it failed."""
+        begun = self._writing.get(generation.cache)
+        return begun.outcome if begun and begun.generation is generation else ""
 
     async def close(self) -> None:
         """End the writer. What it had begun is removed by the next one."""
-        tasks = list(self._writing.values())
+        await end_tasks(*(begun.task for begun in self._writing.values()))
         self._writing.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(self, generation: Generation, python: str | None, spec: SnapshotSpec) -> None:
         name = generation.cache
@@ -119,17 +132,23 @@ class Snapshots:
             socket_dir=str(self._socket_dir),
             keep=spec.keep,
             max_bytes=spec.max_bytes,
+            # Loaded although it was there: then it was no good.
+            replace=generation.source == "loaded",
         )
         command = [python or sys.executable, "-P", "-m", "weightcached.snapshot.writer"]
         async with self._one_at_a_time:
-            self.outcomes[name] = "writing"
+            self._note(generation, "writing")
             error = await self._run(command, name, job)
+        self._note(generation, error or "written")
         if error:
-            self.outcomes[name] = f"failed: {error}"
             log.warning("no snapshot cache=%s generation=%d error=%s", name, job.generation, error)
         else:
-            self.outcomes[name] = _done(generation)
             log.info("snapshot written cache=%s generation=%d", name, job.generation)
+
+    def _note(self, generation: Generation, outcome: str) -> None:
+        begun = self._writing.get(generation.cache)
+        if begun is not None and begun.generation is generation:
+            begun.outcome = outcome
 
     async def _run(self, command: list[str], name: str, job: WriterJob) -> str:
         """Why the child wrote nothing, or ""."""
@@ -144,10 +163,6 @@ class Snapshots:
         if status == 0:
             return ""
         return child.last_error_line or f"the writer ended with status {status}"
-
-
-def _done(generation: Generation) -> str:
-    return f"written, generation {generation.number}"
 
 
 def _generation_of(snapshot: Snapshot) -> Generation:

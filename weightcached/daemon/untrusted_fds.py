@@ -1,9 +1,9 @@
-"""Descriptors that peers send: received, read and closed where they can hold nobody up.
+"""Receive, read and close descriptors of peers without blocking the event loop.
 
-To close the last descriptor of a socket that lingers, or of a file on a dead network mount, takes
-as long as its sender likes. The kernel does it in the thread that receives the packet with it, or
-that closes the connection on which the packet still waits. So whatever carries descriptors is
-touched in a thread of its own.
+If a descriptor is the last one of a lingering socket, or of a file on a dead network mount, closing
+it takes as long as its sender likes. The kernel closes it in the thread that receives the packet
+with it, or that closes the connection on which the packet still waits. So packets with descriptors
+are handled in a thread of their own.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def _carries_descriptors(sock: socket.socket) -> bool:
 
 
 def _recv_and_close(ours: socket.socket, max_large_bytes: int) -> Packet:
-    """One packet. The only descriptor that it still has is a sealed memfd, which takes no time to
-    close.
-    """
+    """One packet. Its only descriptor may be a sealed memfd, which takes no time to close."""
     with ours:
         packet = recv_unread(ours, max_fds=0)
         if not is_large(packet):
@@ -98,11 +96,10 @@ def has_left(sock: socket.socket) -> bool:
 
 
 def hang_up(sock: socket.socket, ticket: Ticket) -> asyncio.Future[None] | None:
-    """Close a connection so that the peer can still read what was sent to it. Returns what is left
-    to wait for.
+    """Close a connection so that the peer can still read our last answer. Returns a future or None.
 
-    Unread data at close() would give the peer ECONNRESET in place of the last answer. What it had
-    sent is thrown away; from here on its sends fail with EPIPE.
+    Unread data at close() would give the peer ECONNRESET in place of the last answer. Its data is
+    thrown away, and its sends fail with EPIPE from here on.
     """
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RD)
@@ -119,7 +116,7 @@ async def _hang_up_in_turn(sock: socket.socket, ticket: Ticket) -> None:
 
 
 def _queued_descriptors(sock: socket.socket) -> int | None:
-    """How many descriptors wait in the socket; None where the kernel (before 5.13) does not say."""
+    """The number of descriptors that wait in the socket; None on kernels before 5.13."""
     try:
         with open(f"/proc/self/fdinfo/{sock.fileno()}", "rb", buffering=0) as f:
             found = _QUEUED.search(f.read(4096))
@@ -136,7 +133,7 @@ def _drain_and_close(sock: socket.socket) -> None:
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:
-    """Run what may take for ever, in a thread that nobody waits for at the end of the process."""
+    """Run work that may never end, in a thread that does not hold up the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[_T] = loop.create_future()
 

@@ -17,14 +17,17 @@ from typing import NamedTuple
 from weightcached import __version__
 from weightcached.config.manifest import ALL, Manifest, load_manifest
 from weightcached.config.wanted import wanted_caches
-from weightcached.errors import ProtocolError, WeightcachedError
-from weightcached.system.paths import manifest_path, runtime_dir, socket_path
-from weightcached.wire.connection import Connection, error_of
-from weightcached.wire.messages import CacheStatus, Refused, Status, StatusReply
+from weightcached.errors import WeightcachedError
+from weightcached.system.paths import devices_with_socket, manifest_path, runtime_dir, socket_path
+from weightcached.system.text import progress_text
+from weightcached.wire.messages import CacheStatus, StatusReply
+from weightcached.wire.requests import ask_status
+from weightcached.wire.services import Services, ask_all_services
 
 # A daemon answers within milliseconds; one that does not is worth an alarm within 2 s.
 ANSWER_TIMEOUT_S = 1.0
 _MAX_PARALLEL = 32
+_SOFTWARE = f"weightcached exporter {__version__}"
 
 
 class Health(NamedTuple):
@@ -49,7 +52,7 @@ class Node:
         """Ask every daemon that the manifest needs. Raises nothing: silence is a fault."""
         try:
             manifest = load_manifest(manifest_path(self._manifest))
-            sockets = self._devices_with_socket()
+            sockets = devices_with_socket(self._socket_dir)
         except WeightcachedError as e:
             return Health(0, [str(e)])
         devices = _devices(manifest, sockets)
@@ -77,10 +80,17 @@ class Node:
                     self._pids[device] = reply.pid
         return replies
 
+    def services(self) -> Services:
+        """The engine services that have a supervisor, asked now. Raises nothing."""
+        try:
+            return ask_all_services(self._socket_dir or runtime_dir(), timeout_s=ANSWER_TIMEOUT_S)
+        except WeightcachedError:
+            return Services([], {})
+
     def known_devices(self) -> list[str]:
         """Devices with a socket, and those that the manifest names. Never raises."""
         try:
-            sockets = self._devices_with_socket()
+            sockets = devices_with_socket(self._socket_dir)
         except WeightcachedError:
             sockets = []
         try:
@@ -88,24 +98,12 @@ class Node:
         except WeightcachedError:
             return sockets
 
-    def _devices_with_socket(self) -> list[str]:
-        return sorted(path.stem for path in (self._socket_dir or runtime_dir()).glob("*.sock"))
-
     def _ask(self, device: str) -> StatusReply | WeightcachedError:
         try:
             path = socket_path(device, self._socket_dir)
-            software = f"weightcached exporter {__version__}"
-            with Connection.connect(
-                path, timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=software
-            ) as connection:
-                reply = connection.request(Status(), ANSWER_TIMEOUT_S)
+            return ask_status(path, timeout_s=ANSWER_TIMEOUT_S, software=_SOFTWARE)
         except WeightcachedError as e:
             return e
-        if isinstance(reply, StatusReply):
-            return reply
-        if isinstance(reply, Refused):
-            return error_of(reply)
-        return ProtocolError(f"the daemon of {device} answered Status with {type(reply).__name__}")
 
 
 def _devices(manifest: Manifest, sockets: list[str]) -> list[str]:
@@ -137,7 +135,5 @@ def _fault(cache: CacheStatus | None) -> str:
         return "the daemon does not know it: weightcachectl reload"
     if cache.state == "ready":
         return ""
-    detail = cache.error or (
-        f"{cache.phase} {cache.done_bytes} of {cache.total_bytes} bytes" if cache.phase else ""
-    )
+    detail = cache.error or progress_text(cache)
     return f"{cache.state}: {detail}" if detail else cache.state

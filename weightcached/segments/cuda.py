@@ -22,6 +22,7 @@ from weightcached.segments.cuda_driver import (
 )
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all
+from weightcached.system.text import bytes_text
 
 if TYPE_CHECKING:
     import torch
@@ -355,11 +356,11 @@ class CudaBackend:
     def _out_of_memory(self, failing: str, free: int, total: int) -> OutOfDeviceMemoryError:
         found = gpus.holders(self.device)
         listed = ", ".join(
-            f"pid {holder.pid} ({holder.name}) {_gib(holder.nbytes)}" for holder in found
+            f"pid {holder.pid} ({holder.name}) {bytes_text(holder.nbytes)}" for holder in found
         )
-        rest = _gib(max(0, total - free - sum(holder.nbytes for holder in found)))
+        rest = bytes_text(max(0, total - free - sum(holder.nbytes for holder in found)))
         return OutOfDeviceMemoryError(
-            f"{failing}: {_gib(free)} of {_gib(total)} are free; held by {listed or 'no listed process'}, "
+            f"{failing}: {bytes_text(free)} of {bytes_text(total)} are free; held by {listed or 'no listed process'}, "
             f"{rest} by descriptors, contexts and other containers: stop a process ('nvidia-smi' lists them), or free "
             "a cache with 'weightcachectl drop'"
         )
@@ -374,7 +375,3 @@ def _adopt(
         handles.callback(allocation.close)
         pieces.append((allocation, size))
     return pieces
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB"

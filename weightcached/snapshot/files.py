@@ -3,7 +3,7 @@
     <snapshots>/                            0700, the user's; see config/snapshots.py
         <DEVICE>/
             <model>.<role>/
-                <digest of the index>/      renamed into place once it is complete and synced
+                <name_of() the index>/      renamed into place once it is complete and synced
                     header                  WCSN, see SnapshotHeader
                     index                   WCIX, the tensor index as it was served
                     data                    the segments, one behind the other
@@ -39,7 +39,14 @@ import xxhash
 from msgspec import Meta
 
 from weightcached.errors import IndexFormatError, SnapshotError
-from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.index.tensors import (
+    MAX_INDEX_BYTES,
+    LoadReport,
+    TensorIndex,
+    decode,
+    digest_of,
+    encode,
+)
 from weightcached.system.fds import OwnedFd
 
 FORMAT_VERSION = 1
@@ -148,6 +155,16 @@ class Snapshot:
 def cache_directory(root: Path, device: str, cache: str) -> Path:
     """Where the snapshots of one cache are. A model's name has no slash, so names do not meet."""
     return root / device / cache.replace("/", ".")
+
+
+def name_of(index: TensorIndex) -> str:
+    """The name of a generation's snapshot: 16 hex digits. The same for a generation that was brought
+    back from it, which has another number and belongs to another boot.
+    """
+    lasting = msgspec.structs.replace(
+        index, driver="", boot_id="", generation=0, load=LoadReport(seconds=0.0, finished_at=0.0)
+    )
+    return digest_of(encode(lasting))[:16]
 
 
 def chunks_of(segments: list[int], chunk_nbytes: int) -> Iterator[Chunk]:

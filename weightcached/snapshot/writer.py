@@ -33,6 +33,8 @@ from weightcached.snapshot.files import (
     encode_header,
     list_snapshots,
     make_private,
+    name_of,
+    open_snapshot,
     remove_leftovers,
 )
 from weightcached.system.fds import OwnedFd, close_all
@@ -47,7 +49,8 @@ _SPARE_NBYTES = 256 << 20
 
 class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
     """One generation to write. `keep` counts the snapshots of this cache that stay, this one
-    included; `max_bytes` bounds all snapshots under `root`, 0 for no bound.
+    included; `max_bytes` bounds all snapshots under `root`, 0 for no bound. `replace`: write it anew
+    should it be there.
     """
 
     root: str
@@ -57,6 +60,7 @@ class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
     socket_dir: str
     keep: int = 1
     max_bytes: int = 0
+    replace: bool = False
 
 
 def main() -> int:
@@ -92,8 +96,9 @@ def run(job: WriterJob) -> Path:
         raise SnapshotError(
             f"{job.cache} serves generation {index.generation} by now, not {job.generation}"
         )
-    data = index_format.encode(index)
-    path = directory / index_format.digest_of(data)[:16]
+    path = directory / name_of(index)
+    if job.replace or not _is_whole(path):
+        shutil.rmtree(path, ignore_errors=True)
     with ExitStack() as undo:
         undo.callback(close_all, fetched.fds)
         if not path.exists():
@@ -102,10 +107,19 @@ def run(job: WriterJob) -> Path:
             sizes = [segment.nbytes for segment in index.segments]
             mapping = open_backend(job.device).map(fetched.fds, sizes)
             undo.callback(mapping.close)
-            _write(path, data, index, mapping)
+            _write(path, index_format.encode(index), index, mapping)
     for old in list_snapshots(root, job.device, job.cache)[max(1, job.keep) :]:
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a snapshot, as far as can be told without reading its data."""
+    try:
+        open_snapshot(path).close()
+    except SnapshotError:
+        return False
+    return True
 
 
 def _make_room(root: Path, directory: Path, nbytes: int, job: WriterJob) -> None:

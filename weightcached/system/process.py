@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from weightcached.system.fds import OwnedFd
+from weightcached.system.notify import FOR_THIS_PROCESS
 
 _PR_SET_PDEATHSIG = 1
 # struct ucred of unix(7): pid_t is signed, uid_t and gid_t are not. A uid of 2³¹ and more, as user
@@ -87,3 +89,17 @@ def prefer_for_oom_killer() -> None:
     """
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
         score.write("800")
+
+
+def environment_for(program: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a child that runs `program`: ours, without what the manager gave to us
+    alone, as it is when the program's own environment is activated.
+
+    Without ninja, vLLM does not use FlashInfer's kernels. ninja is usually installed beside the
+    interpreter, in a directory that a service manager does not search.
+    """
+    found = {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
+    directory, searched = os.path.dirname(program), found.get("PATH", os.defpath)
+    if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
+        found["PATH"] = f"{directory}{os.pathsep}{searched}"
+    return found | dict(extra or {})

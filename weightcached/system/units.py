@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weightcached.errors import WeightcachedError
+from weightcached.system.paths import config_home
 
-UNITS = ("weightcached@.service", "weightcached-exporter.service", "weightcached.target")
+UNITS = (
+    "weightcached@.service",
+    "weightcached-exporter.service",
+    "weightcached-engine@.service",
+    "weightcached.target",
+)
 MANIFEST = "manifest.yaml"
 # Path of the commands in the tree's unit files, as a distribution would install them.
 _PACKAGED_BIN = "/usr/bin"
@@ -41,11 +47,6 @@ class Outcome(NamedTuple):
 
     path: Path
     action: Action
-
-
-def config_home() -> Path:
-    """$XDG_CONFIG_HOME, or ~/.config."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
 
 
 def unit_dir() -> Path:

@@ -27,7 +27,9 @@ import msgspec
 import torch
 
 from weightcached.checkpoint.identity import record_checkpoint
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.index.key import ABSENT, WeightCacheKey
+from weightcached.system.versions import LIBRARIES
 from weightcached.vllm_compat.build import stage_of_platform
 
 # Names of vLLM's variables that choose a kernel, a layout or a value at load time.
@@ -42,12 +44,6 @@ _HARMLESS_ENVIRONMENT = re.compile(
     r"|THRESHOLD|SIMULATION|LOW_PRECISION_COMBINE|ATOMIC_ADD|MAX_TOKENS_PER_EXPERT|GROUPED_TOPK|SKIP_PADDING|DUAL_STREAM"
     r"|GEMM_AR|GEMM_RS|CHUNKED_LOCAL|CHUNK_SIZE|DECODE_KERNEL)"
 )
-# Each library's module and distribution.
-_LIBRARIES = {
-    "triton": "triton", "flashinfer": "flashinfer-python", "deep_gemm": "deep-gemm", "torchao": "torchao",
-    "compressed_tensors": "compressed-tensors", "bitsandbytes": "bitsandbytes", "transformers": "transformers",
-    "gguf": "gguf",
-}  # fmt: skip
 # Entries of config.json about generation, training and origin. No layer reads them.
 _HARMLESS_CONFIG = frozenset(
     {
@@ -120,7 +116,7 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
         else ABSENT,
         expert_placement=_expert_placement(parallel),
         multimodal_limits=_multimodal(getattr(model_config, "multimodal_config", None)),
-        lora_layout=_lora(vllm_config.lora_config),
+        lora_layout=_lora(vllm_config.lora_config, model_config),
         model_impl=_attributes(model_config, "model_impl", "convert_type", "runner_type"),
         speculative=_speculative(vllm_config.speculative_config) if role == "draft" else ABSENT,
         kernel_backends=_kernel_backends(vllm_config),
@@ -174,8 +170,7 @@ def changes_layout(name: str) -> bool:
 
 
 def _disk_format(load_config: Any) -> str:
-    ours = ("ipc_cache", "weightcached")
-    return "auto" if load_config.load_format in ours else str(load_config.load_format)
+    return "auto" if load_config.load_format in OWN_LOAD_FORMATS else str(load_config.load_format)
 
 
 def _expert_rank(parallel: Any) -> tuple[int, int]:
@@ -221,13 +216,18 @@ def _multimodal(config: Any) -> str:
     )
 
 
-def _lora(config: Any) -> str:
-    # Adapters wrap layers that are loaded already. Only the choice of layers and kernels counts.
-    return (
-        ABSENT
-        if config is None
-        else f"enabled {_attributes(config, 'enable_tower_connector_lora')}"
-    )
+def _lora(config: Any, model_config: Any) -> str:
+    """Where adapters change how the base is laid out.
+
+    They wrap layers that are loaded already. But experts get kernels that adapters can be added to,
+    with a layout of their own, and towers are built otherwise where adapters may go there.
+    """
+    if config is None:
+        return ABSENT
+    changed = ["experts"] if getattr(model_config, "is_moe", True) else []
+    if getattr(config, "enable_tower_connector_lora", False):
+        changed.append("towers")
+    return ",".join(changed) or ABSENT
 
 
 def _speculative(config: Any) -> str:
@@ -282,7 +282,7 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
     }
-    for module, library in _LIBRARIES.items():
+    for module, library in LIBRARIES.items():
         versions[library] = ABSENT
         with contextlib.suppress(metadata.PackageNotFoundError):
             # A distribution that is not there is looked for in every directory of sys.path, which

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -118,9 +119,7 @@ def _sleep(original: Any) -> Any:
     def sleep(self: Any, level: int = 1) -> None:
         if level == 2 and mapped_of(self):
             # vLLM would copy the buffers back on wake, some of them into shared pages.
-            log.info(
-                "sleep level 2 is done as level 1: the weights are mapped and cost this engine nothing"
-            )
+            _tell_of_level_2()
             level = 1
         try:
             original(self, level)
@@ -131,6 +130,14 @@ def _sleep(original: Any) -> Any:
             log.warning("asleep; another process took memory of the device meanwhile")
 
     return sleep
+
+
+@functools.cache
+def _tell_of_level_2() -> None:
+    """Once a process."""
+    log.info(
+        "sleep level 2 is done as level 1: the weights are mapped and cost this engine nothing"
+    )
 
 
 def _wake_up(original: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from weightcached.checkpoint.identity import MAX_FILES
+from weightcached.checkpoint.identity import Name as FileName
 from weightcached.errors import ProtocolError
 from weightcached.index.key import WeightCacheKey
 
@@ -22,6 +24,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=20_000)]
 Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
+Source = Literal["loaded", "adopted", "restored"]
 CacheState = Literal["loading", "ready", "failed", "released"]
 
 
@@ -96,8 +99,9 @@ class Reload(Message, frozen=True):
     """Read the manifest again and load what changed, failed or was released; Progress*, then
     ReloadReply.
 
-    With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target";
-    empty means all.
+    With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target", or
+    "llama-8b" for all of a model's; empty means all. Names that are unknown here are passed over
+    unless all are.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
@@ -168,14 +172,20 @@ class Descriptors(Message, frozen=True):
     first: Count
 
 
-class Loading(Message, frozen=True):
-    """A matching cache is being loaded. `eta_s` is None until it can be estimated."""
+class LoadMessage(Message, frozen=True):
+    """Base of what tells how far a cache's load is. Bytes count within the phase; `eta_s` is None
+    until it can be estimated.
+    """
 
     cache: Name
     phase: Text
     done_bytes: Count = 0
     total_bytes: Count = 0
     eta_s: float | None = None
+
+
+class Loading(LoadMessage, frozen=True):
+    """A matching cache is being loaded."""
 
 
 class FieldMismatch(msgspec.Struct, frozen=True, array_like=True):
@@ -194,10 +204,12 @@ class Mismatch(Message, frozen=True):
 
 
 class NeedDigest(Message, frozen=True):
-    """Undecided on the checkpoint: send the request again with the digest of `rung` filled in."""
+    """Undecided on the checkpoint: send the request again with the record of `files`, by the
+    engine's names and in this order, and their digest of `rung`; rung `files`: the record alone.
+    """
 
-    rung: Literal["sample", "full"]
-    files: list[Name] = []
+    rung: Literal["files", "sample", "full"]
+    files: Annotated[list[FileName], Meta(max_length=3 * MAX_FILES)] = []
 
 
 class Absent(Message, frozen=True):
@@ -214,7 +226,9 @@ class Failed(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """The matching cache was released by an engine in copy mode; reload brings it back."""
+    """The matching cache was released by an engine in copy mode, or dropped; reload brings it
+    back.
+    """
 
     cache: Name
 
@@ -234,14 +248,8 @@ class Unmap(Message, frozen=True):
     """
 
 
-class Progress(Message, frozen=True):
+class Progress(LoadMessage, frozen=True):
     """One cache's progress during Reload."""
-
-    cache: Name
-    phase: Text
-    done_bytes: Count = 0
-    total_bytes: Count = 0
-    eta_s: float | None = None
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,21 +270,40 @@ class ReloadReply(Message, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's lease. A parked one sleeps, and would unmap if asked."""
+    """One engine's lease, and the generation that it maps; a daemon of an older version names none.
+    A parked engine sleeps, and would unmap if asked.
+    """
 
     pid: int
     since: float
     parked: bool = False
+    generation: Count = 0
+    bytes: Count = 0
+
+
+class OldGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation that is not served any more and that engines still map: their end frees it."""
+
+    cache: Name
+    generation: Count
+    bytes: Count
+    engines: list[EngineStatus]
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One cache as `weightcachectl status --json` prints it; other tools read these names."""
+    """One cache as `weightcachectl status --json` prints it; other tools read these names.
+
+    `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
+    load is tried again; None if it is not. `warning` is what to know of a cache that is served.
+    `snapshot` is what became of its snapshot: "writing", "written", why it could not be written, or
+    "" if none is to be.
+    """
 
     name: Name
     role: Role
     state: CacheState
     generation: Count
-    source: Literal["loaded", "adopted"]
+    source: Source
     bytes: Count
     segments: Count
     tensors: Count
@@ -287,6 +314,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: Text
     engines: list[EngineStatus]
     eta_s: float | None = None
+    retry_at: float | None = None
+    warning: Text = ""
+    snapshot: Text = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,6 +350,7 @@ class StatusReply(Message, frozen=True):
     manifest_error: Text = ""
     software: Text = ""
     counters: Counters | None = None
+    old_generations: list[OldGeneration] = []
 
 
 # ---- loader child to daemon (over the socketpair)
@@ -343,7 +374,6 @@ class LoaderIndex(Message, frozen=True):
     """The index, in one descriptor; `segments` descriptors follow in Descriptors packets."""
 
     segments: Count
-    peak_bytes: Count = 0
 
 
 class LoaderFailed(Message, frozen=True):

@@ -34,11 +34,22 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def held(status: StatusReply) -> list[Held]:
-    """The daemon's own statement of the memory that it holds."""
-    return [
-        Held(cache=c.name, generation=c.generation, nbytes=c.bytes, engines=c.engines)
+    """The daemon's own statement of the memory that it holds, and of old generations that engines keep
+    alive.
+    """
+    served = [
+        Held(
+            cache=c.name,
+            generation=c.generation,
+            nbytes=c.bytes,
+            engines=[e for e in c.engines if e.generation in (0, c.generation)],
+        )
         for c in status.caches
         if c.bytes
+    ]
+    return served + [
+        Held(cache=o.cache, generation=o.generation, nbytes=o.bytes, engines=o.engines)
+        for o in status.old_generations
     ]
 
 

@@ -1,0 +1,177 @@
+"""An engine for the service's tests: HTTP and a core process of its own, without vLLM.
+
+Arguments that it knows, all optional:
+    x_fail      fail to start with this message
+    x_fail_file fail with what this file says, while it is there
+    x_starts    a file that gets one line for each start
+
+GET / answers {"engine": N, "pid": …, "core": …, "arguments": …}; GET /slow?S answers after S
+seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+from weightcached.engine.child import Activity, Job
+from weightcached.errors import EngineError
+
+_KEEP_ALIVE_S = 1.0
+
+
+def prepare() -> str:
+    """Forks, unless the test says otherwise."""
+    return os.environ.get("FAKE_ENGINE_REFUSAL", "")
+
+
+def try_in_fork() -> None:
+    """As the test wants it."""
+    how = os.environ.get("FAKE_ENGINE_TRIAL", "")
+    if how == "crash":
+        os._exit(7)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(main)
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class FakeEngine:
+    def __init__(self, job: Job, core: int, to_core: int, from_core: int) -> None:
+        self.job = job
+        self.core = core
+        self.asleep = job.parked
+        self._to_core, self._from_core = to_core, from_core
+        self._turn = asyncio.Lock()
+        self._requests = self._active = 0
+        self._public: asyncio.Server | None = None
+        self._closing = False
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"asleep": self.asleep, "core": self.core, "kv_cache_bytes": 1 << 20}
+
+    async def ping(self) -> Activity:
+        async with self._turn:
+            await self._ask_core(b"p")
+        return Activity(requests=self._requests, active=self._active)
+
+    async def _ask_core(self, what: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        os.write(self._to_core, what)
+        answered: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._from_core, _set_once, answered)
+        try:
+            await answered
+        finally:
+            loop.remove_reader(self._from_core)
+        if not os.read(self._from_core, 64):
+            raise EngineError("the core has ended")
+
+    async def wake(self) -> None:
+        self.asleep = False
+
+    async def sleep(self) -> None:
+        self.asleep = True
+
+    async def accept_on(self, sock: socket.socket) -> None:
+        self._closing = False
+        self._public = await asyncio.start_server(self._serve, sock=sock)
+
+    async def stop_accepting(self, drain_s: float) -> int:
+        assert self._public
+        self._closing = True
+        self._public.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self._writers:
+                    await asyncio.sleep(0.005)
+        left = list(self._writers)
+        for writer in left:
+            writer.transport.abort()
+        return len(left)
+
+    async def ended(self) -> None:
+        await asyncio.Event().wait()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _KEEP_ALIVE_S)
+        path, _, query = head.split()[1].decode().partition("?")
+        self._requests += 1
+        self._active += 1
+        try:
+            if path == "/slow":
+                await asyncio.sleep(float(query))
+            body = {
+                "engine": self.job.number, "pid": os.getpid(), "core": self.core, "asleep": self.asleep,
+                "arguments": self.job.arguments,
+            }  # fmt: skip
+            text = json.dumps(body).encode()
+            close = "close" if self._closing else "keep-alive"
+            writer.write(
+                f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\nConnection: {close}\r\n\r\n".encode()
+                + text
+            )
+            await writer.drain()
+        finally:
+            self._active -= 1
+        return not self._closing
+
+
+def _core(commands: int, answers: int) -> None:
+    """Answers pings until nobody is left to ask."""
+    while True:
+        select.select([commands], [], [])
+        data = os.read(commands, 1)
+        if not data:
+            os._exit(3)
+        os.write(answers, b"a")
+
+
+@contextlib.asynccontextmanager
+async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
+    arguments = job.arguments
+    if "x_starts" in arguments:
+        with open(arguments["x_starts"], "a", encoding="utf-8") as file:
+            file.write(f"{job.number}\n")
+    if arguments.get("x_fail"):
+        raise RuntimeError(arguments["x_fail"])
+    fail_file = Path(arguments.get("x_fail_file", "/nonexistent"))
+    if fail_file.exists():
+        raise RuntimeError(fail_file.read_text())
+    commands, to_core = os.pipe()
+    from_core, answers = os.pipe()
+    core = os.fork()
+    if core == 0:
+        os.close(to_core)
+        os.close(from_core)
+        _core(commands, answers)
+    os.close(commands)
+    os.close(answers)
+    sys.stderr.write(f"fake engine {job.number} is up\n")
+    yield FakeEngine(job, core, to_core, from_core)

@@ -1,0 +1,447 @@
+"""The engine service with fake engines: real processes, real signals, a real listening socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.daemon import BOUND_S, until
+from tests.fakes.service import ClientLoop, ServiceProcess
+from weightcached.cli.engine import as_json, as_table
+from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
+from weightcached.exporter.health import Node
+from weightcached.exporter.metrics import text_of
+
+Make = Callable[..., ServiceProcess]
+
+
+@pytest.fixture
+def make(short_tmp: Path) -> Iterator[Make]:
+    """Makes services that are ended with the test, whatever happened to them."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**entry: Any) -> ServiceProcess:
+            service = ServiceProcess(short_tmp, **entry)
+            stack.callback(service.close)
+            # Shown by pytest for a test that fails.
+            stack.callback(lambda: print(service.log[-20000:]))
+            return service
+
+        yield make
+
+
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(pid, number)
+
+
+@pytest.mark.parametrize("refusal", ["", "a test wants no fork"])
+def test_engines_are_forked_and_executed_where_that_is_refused(make: Make, refusal: str) -> None:
+    service = make()
+    service.env["FAKE_ENGINE_REFUSAL"] = refusal
+    service.start()
+    assert service.get()["engine"] == 1
+    service.until_standby()
+    assert ("executed" in service.log) == bool(refusal)
+    assert service.log.count(f"engines are executed, not forked: {refusal}\n") == bool(refusal)
+
+
+def test_nursery_in_which_a_fork_does_not_work_is_not_used(make: Make) -> None:
+    service = make()
+    service.env["FAKE_ENGINE_TRIAL"] = "crash"
+    service.start()
+    assert "executed, not forked: a fork that was tried ended with status 7\n" in service.log
+
+
+@pytest.mark.parametrize("victim", ["pid", "core"])
+def test_death_of_any_process_brings_the_parked_engine(make: Make, victim: str) -> None:
+    service = make().start()
+    service.until_standby()
+    before = service.get()
+    with ClientLoop(service) as clients:
+        kill(before[victim])
+        clients.until_answers(2)
+    assert clients.refused == []
+    assert len(clients.failed) <= 4, "only requests under way are lost"
+    after = service.until_standby()
+    assert (after["generation"], after["takeovers"]) == (2, 1)
+    assert 0 < after["last_takeover_s"] < BOUND_S
+    assert not any(os.path.exists(f"/proc/{before[v]}/exe") for v in ("pid", "core"))
+    assert not (service.home / "1").exists()
+
+
+def test_two_engines_never_serve_at_once_as_long_as_the_fence_is_held(make: Make) -> None:
+    service = make().start()
+    status = service.until_standby()
+    kill(status["pid"])
+    with service.fence_held():
+        connection = socket.create_connection(("127.0.0.1", service.port), timeout=BOUND_S)
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        assert service.status()["state"] == "taking-over"
+    connection.settimeout(BOUND_S)
+    assert b'"engine": 2' in connection.recv(65536), "who waited is answered"
+    connection.close()
+
+
+def test_process_of_a_dead_engine_that_stays_keeps_the_fence(make: Make) -> None:
+    """The fence is the whole tree's: it is free only when the last process is gone."""
+    service = make(standby=0).start()
+    answer = service.get()
+    service.kill_supervisor()
+    # It would end with its pipe.
+    kill(answer["core"], signal.SIGSTOP)
+    kill(answer["pid"])
+    until(lambda: answer["pid"] not in service.processes(), "the first process is gone")
+    assert service.processes() == [answer["core"]]
+    assert not service.fence_is_free()
+    service.start()
+    assert answer["core"] not in service.processes(), "the next supervisor ends what is left"
+    assert service.get()["pid"] != answer["pid"]
+
+
+@pytest.mark.parametrize("victim", ["pid", "core"])
+def test_hung_engine_is_a_dead_engine(make: Make, victim: str) -> None:
+    service = make(hang_s=1).start()
+    service.until_standby()
+    before = service.get()
+    kill(before[victim], signal.SIGSTOP)
+    if victim == "pid":
+        assert service.get()["engine"] == 2, "who connects meanwhile waits"
+    until(lambda: before["pid"] not in service.processes(), "the hung engine is gone")
+    assert "it hangs: it did not answer 'ping' within 1 s" in service.log
+
+
+def test_parked_engine_that_dies_or_hangs_is_replaced(make: Make) -> None:
+    service = make(hang_s=1).start()
+    for number, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
+        service.until_standby()
+        kill(service.record(number)["pid"], how)
+        service.until(
+            lambda s, number=number: any(e["number"] == number + 1 for e in s["engines"]),  # type: ignore[misc]
+            "another standby",
+        )
+    assert service.until_standby()["generation"] == 1, "nobody took over"
+
+
+def test_supervisor_that_is_killed_costs_no_request(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    with ClientLoop(service) as clients:
+        service.kill_supervisor()
+        seen = len(clients.answers)
+        until(lambda: len(clients.answers) > seen + 50, "engines go on")
+        service.start()
+        after = service.until_standby()
+        assert [e["number"] for e in after["engines"]] == [1, 2], "nothing was started anew"
+        kill(after["pid"])
+        clients.until_answers(2)
+    assert clients.refused == []
+    assert len(clients.failed) <= 4
+    assert {e for _, e in clients.answers} == {1, 2}
+
+
+def test_supervisor_and_engine_killed_together(make: Make) -> None:
+    service = make().start()
+    status = service.until_standby()
+    with ClientLoop(service) as clients:
+        service.kill_supervisor()
+        kill(status["pid"])
+        service.start()
+        clients.until_answers(2)
+    assert clients.refused == []
+
+
+def test_without_a_manager_the_socket_comes_back_from_an_engine(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    service.kill_supervisor()
+    service.start(keep_store=False)
+    assert "taken back" in service.log
+    assert service.get()["engine"] == 1
+
+
+def test_stop_lets_requests_end_and_leaves_nothing(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    with socket.create_connection(("127.0.0.1", service.port), timeout=BOUND_S) as slow:
+        slow.sendall(b"GET /slow?3 HTTP/1.1\r\nHost: x\r\n\r\n")
+        service.until(lambda s: s["engines"][0]["requests"] > 0, "the request is there")
+        assert service.stop() == 0
+        head = slow.recv(65536)
+    assert b"200 OK" in head
+    assert b"Connection: close" in head
+    assert service.processes() == []
+    assert sorted(path.name for path in service.home.iterdir()) == ["fence", "lock"]
+
+
+def test_stop_cuts_off_what_lasts_longer_than_drain_s(make: Make) -> None:
+    service = make(drain_s=0.2).start()
+    with socket.create_connection(("127.0.0.1", service.port), timeout=BOUND_S) as slow:
+        slow.sendall(b"GET /slow?1000 HTTP/1.1\r\nHost: x\r\n\r\n")
+        service.until(lambda s: s["engines"][0]["requests"] > 0, "the request is there")
+        assert service.stop() == 0
+    assert "cut=1" in service.log
+
+
+def test_rolling_restart_loses_no_request(make: Make) -> None:
+    service = make(arguments={"seed": 1}).start()
+    service.until_standby()
+    with ClientLoop(service, 8) as clients:
+        service.write_manifest(arguments={"seed": 2})
+        service.ask("restart")
+        number = service.status()["generation"]
+        clients.until_answers(number)
+    assert clients.refused == clients.failed == []
+    assert service.get()["arguments"]["seed"] == 2
+    after = service.until_standby()
+    assert {e["version"] for e in after["engines"]} == {2}, "the old standby has gone"
+    served = [engine for _, engine in clients.answers]
+    assert served == sorted(served), "answers of old and new engine do not mix"
+
+
+def test_restart_with_bad_arguments_leaves_the_old_engine_serving(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    service.write_manifest(arguments={"x_fail": "no such quantization"})
+    with ClientLoop(service) as clients, pytest.raises(EngineError) as caught:
+        service.ask("restart")
+    assert str(caught.value) == (
+        "the new engine cannot be started, the old one serves on: no such quantization"
+    )
+    assert clients.refused == clients.failed == []
+    after = service.until_standby()
+    assert (after["generation"], after["error"]) == (1, "no such quantization")
+    service.write_manifest(arguments={"seed": 3})
+    service.ask("restart")
+    assert service.status()["error"] == ""
+    assert service.get()["arguments"]["seed"] == 3
+
+
+def test_restart_refuses_to_move_the_socket(make: Make) -> None:
+    service = make().start()
+    service.write_manifest(listen="127.0.0.1:1")
+    with pytest.raises(EngineError, match="a socket cannot move, so stop the service"):
+        service.ask("restart")
+    assert service.get()["engine"] == 1
+
+
+def test_standby_that_cannot_start_is_tried_again_with_growing_pauses(
+    make: Make, short_tmp: Path
+) -> None:
+    starts = short_tmp / "starts"
+    service = make(
+        standby=1, arguments={"x_starts": str(starts), "x_fail_file": str(short_tmp / "fail")}
+    )
+    service.start()
+    service.until_standby()
+    (short_tmp / "fail").write_text("no room")
+    kill(service.record(2)["pid"])
+    service.until(lambda s: s["error"] == "no room", "the failure is told")
+    assert service.get()["engine"] == 1, "it serves without standby"
+    until(lambda: len(starts.read_text().splitlines()) >= 5, "it is tried again")
+    (short_tmp / "fail").unlink()
+    service.until_standby()
+
+
+def test_service_that_never_served_ends_after_three_failures(make: Make) -> None:
+    service = make(arguments={"x_fail": "wrong"}).launch()
+    assert service.process
+    assert service.process.wait(BOUND_S) == EXIT_FAILURE
+    assert "no engine can be started: wrong" in service.log
+    assert service.processes() == []
+
+
+def test_address_that_is_taken_is_told_with_who_may_have_it(make: Make) -> None:
+    service = make()
+    with socket.create_server(("127.0.0.1", service.port)):
+        service.launch()
+        assert service.process
+        assert service.process.wait(BOUND_S) == EXIT_CONFIG
+    assert f"cannot listen on 127.0.0.1:{service.port}: Address already in use" in service.log
+
+
+def test_second_supervisor_is_refused(make: Make) -> None:
+    service = make().start()
+    first, service.process = service.process, None
+    service.launch(keep_store=False)
+    assert service.process
+    assert service.process.wait(BOUND_S) == EXIT_BUSY
+    assert "has a supervisor already" in service.log
+    service.process = first
+    assert service.get()["engine"] == 1
+
+
+def test_descriptors_and_processes_do_not_grow(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    assert service.process
+    supervisor = service.process.pid
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir(f"/proc/{supervisor}/fd")), len(service.processes())
+
+    before = held()
+    for _ in range(6):
+        kill(service.until_standby()["pid"])
+    service.until_standby()
+    until(lambda: held() == before, "as before")
+
+
+def test_idle_service_sleeps_and_the_next_connection_wakes_it(make: Make) -> None:
+    service = make(idle_sleep_s=0.5).start()
+    service.until(lambda s: s["state"] == "asleep", "it sleeps")
+    answer = service.get()
+    assert not answer["asleep"]
+    assert "somebody connects, waking" in service.log
+
+
+def test_sleep_and_wake_by_hand(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    assert service.ask("sleep")["state"] == "asleep"
+    assert {e["state"] for e in service.status()["engines"]} == {"parked"}
+    assert service.ask("wake")["state"] == "serving"
+
+
+def test_services_that_do_not_fit_together_take_turns(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    assert one.get()["engine"] == 1
+    other.start()
+    one.until(lambda s: s["state"] == "asleep", "it makes room for the other")
+    assert "asking service=chat to sleep" in other.log
+    for service, sleeper in ((one, other), (other, one)):
+        assert not service.get()["asleep"]
+        states = [s.status()["state"] for s in (service, sleeper)]
+        assert states == ["serving", "asleep"]
+        assert [s.status()["awake"] for s in (service, sleeper)] == [True, False]
+
+
+def test_services_that_fit_together_are_awake_together(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.5}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    assert [s.get()["asleep"] for s in (one, other)] == [False, False]
+    assert [s.status()["state"] for s in (one, other)] == ["serving", "serving"]
+
+
+def test_request_under_way_ends_before_its_service_sleeps_for_another(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    with socket.create_connection(("127.0.0.1", one.port), timeout=BOUND_S) as slow:
+        slow.sendall(b"GET /slow?3 HTTP/1.1\r\nHost: x\r\n\r\n")
+        one.until(lambda s: any(e["requests"] > 0 for e in s["engines"]), "the request is there")
+        other.get()
+        assert b"200 OK" in slow.recv(65536)
+
+
+def test_takeover_asks_no_neighbour(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    one.get()
+    status = one.until_standby()
+    other.kill_supervisor()
+    kill(status["pid"])
+    assert one.get()["engine"] != status["generation"]
+
+
+def test_metrics_and_table_show_the_service(make: Make) -> None:
+    service = make().start()
+    kill(service.until_standby()["pid"])
+    service.until(lambda s: s["takeovers"] == 1, "a takeover")
+    status = service.until_standby()
+    text = text_of(Node(service.manifest, service.runtime))
+    for line in (
+        'weightcached_engine_up{engine="chat"} 1.0',
+        'weightcached_engine_state{engine="chat",state="serving"} 1.0',
+        'weightcached_engine_state{engine="chat",state="asleep"} 0.0',
+        'weightcached_engine_parked{engine="chat"} 1.0',
+        'weightcached_engine_takeovers_total{engine="chat"} 1.0',
+    ):
+        assert line in text.splitlines()
+    assert 'weightcached_engine_last_takeover_seconds{engine="chat"} 0.' in text
+    head, row = as_table([status], now=status["since"] + 75)
+    assert head.split() == [
+        "ENGINE",
+        "STATE",
+        "LISTEN",
+        "SERVING",
+        "STANDBY",
+        "TAKEOVERS",
+        "DETAIL",
+    ]
+    assert row == (
+        f"chat    serving  127.0.0.1:{service.port}  engine 2, pid {status['pid']}  engine 3 parked  "
+        f"1, last in {status['last_takeover_s']:.2f} s  for 75 s"
+    )
+    assert list(as_json([status])[0]) == [
+        "name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s",
+    ]  # fmt: skip
+
+
+def test_unix_socket(make: Make, short_tmp: Path) -> None:
+    path = short_tmp / "public.sock"
+    service = make(listen=f"unix:{path}").start()
+    service.until_standby()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(path))
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b'"engine": 1' in sock.recv(65536)
+    assert service.stop() == 0
+    assert not path.exists()
+
+
+def test_random_kills(make: Make) -> None:
+    """Any process of any engine and the supervisor, in any state: clients are never refused, and
+    nothing is left over. WEIGHTCACHED_KILLS for more of them.
+    """
+    kills = int(os.environ.get("WEIGHTCACHED_KILLS", "25"))
+    seed = int(os.environ.get("WEIGHTCACHED_SEED", time.time_ns() % 10**6))
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    service = make(hang_s=2).start()
+    with ClientLoop(service, 3) as clients:
+        for n in range(kills):
+            time.sleep(chance.uniform(0, 0.4))
+            victims = service.processes()
+            if chance.random() < 0.15:
+                service.kill_supervisor()
+                time.sleep(chance.uniform(0, 0.1))
+                service.launch()
+            elif victims:
+                number = signal.SIGSTOP if chance.random() < 0.1 else signal.SIGKILL
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(chance.choice(victims), number)
+            seen = len(clients.answers)
+            if n % 5 == 4:
+                until(
+                    lambda seen=seen: len(clients.answers) > seen,  # type: ignore[misc]
+                    f"answers after kill {n}",
+                )
+        # An engine whose core died unseen is parked until it is asked.
+        until(lambda: len(service.processes()) == 4, "two engines of two processes")
+        service.until_standby()
+    assert clients.refused == []
+    assert service.stop() == 0
+    assert service.processes() == []

@@ -1,0 +1,74 @@
+"""`weightcachectl engine`: ask the supervisors of engine services, and show what they answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weightcached.cli.text import columns
+from weightcached.errors import EngineError, RuntimePathError
+from weightcached.system.paths import runtime_dir
+from weightcached.system.text import seconds_text
+from weightcached.wire.services import ANSWER_TIMEOUT_S, Services, ask_all_services, ask_service
+
+# A start may compile; the supervisor ends one that takes longer.
+LONGEST_S = 3600.0
+_HEAD = ("ENGINE", "STATE", "LISTEN", "SERVING", "STANDBY", "TAKEOVERS", "DETAIL")
+# What `status --json` prints of each service; other tools read these names.
+_FIELDS = ("name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s")
+
+
+def socket_of(name: str) -> Path:
+    """Where the supervisor of the service listens. Raises RuntimePathError."""
+    return runtime_dir() / "engines" / name / "service.sock"
+
+
+def unit_of(name: str) -> str:
+    """The unit that keeps the service."""
+    return f"weightcached-engine@{name}.service"
+
+
+def ask(name: str, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
+    """The supervisor's answer. Raises EngineError with the way out."""
+    path = socket_of(name)
+    if not path.exists():
+        raise EngineError(
+            f"engine service {name} is not running: weightcachectl engine start {name}"
+        )
+    return ask_service(path, command, timeout_s=timeout_s)
+
+
+def ask_all() -> Services:
+    """The state of every service that has a supervisor."""
+    try:
+        return ask_all_services(runtime_dir())
+    except RuntimePathError:
+        return Services([], {})
+
+
+def as_json(replies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `status --json` prints under `engines`."""
+    return [{field: reply[field] for field in _FIELDS} for reply in replies]
+
+
+def as_table(replies: Sequence[dict[str, Any]], *, now: float | None = None) -> list[str]:
+    """Lines of a table with one row per service."""
+    return columns(
+        [_HEAD, *(_row(reply, time.time() if now is None else now) for reply in replies)]
+    )
+
+
+def _row(reply: dict[str, Any], now: float) -> tuple[str, ...]:
+    number = reply["generation"]
+    serving = f"engine {number}, pid {reply['pid']}" if number else "-"
+    others = [e for e in reply["engines"] if e["number"] != number]
+    standby = ", ".join(f"engine {e['number']} {e['state']}" for e in others) or "-"
+    last = f", last in {reply['last_takeover_s']:.2f} s" if reply["takeovers"] else ""
+    since = seconds_text(max(0.0, now - reply["since"]))
+    detail = f"last start failed: {reply['error']}" if reply["error"] else f"for {since}"
+    return (
+        reply["name"], reply["state"], reply["listen"], serving, standby,
+        f"{reply['takeovers']}{last}", detail,
+    )  # fmt: skip

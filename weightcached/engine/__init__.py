@@ -1,0 +1,1 @@
+"""The engine service: a supervisor without torch that keeps an HTTP endpoint served by vLLM."""

@@ -1,0 +1,191 @@
+"""Questions between a supervisor and its engines, asked and answered on the event loop.
+
+Replies may come in any order, and every question has a deadline: who does not answer hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weightcached.errors import EngineError, ProtocolError, WeightcachedError
+from weightcached.system.fds import OwnedFd, close_all
+from weightcached.system.waits import readable
+from weightcached.wire.framing import recv_packet, send_packet
+from weightcached.wire.services import Reply, Request
+
+_BACKLOG = 16
+_MAX_FDS = 1
+
+
+Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[dict[str, Any], int | None]]]
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket that takes requests, in a directory that only this user may enter. Raises
+    OSError.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        sock.bind(os.fspath(path))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class Server:
+    """Answers requests on a listening socket, each in a task of its own: a long one holds up no
+    question.
+    """
+
+    def __init__(self, sock: socket.socket, handler: Handler) -> None:
+        """`handler` gives a result, and a descriptor to send with it; EngineError is told to the
+        peer.
+        """
+        self._sock = sock
+        self._handler = handler
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keep(self._accept())
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self) -> None:
+        with self._sock:
+            while True:
+                await readable(self._sock.fileno())
+                try:
+                    peer, _ = self._sock.accept()
+                except (BlockingIOError, ConnectionError):
+                    continue
+                except OSError:
+                    # Out of descriptors: others must be closed first.
+                    await asyncio.sleep(0.1)
+                    continue
+                peer.setblocking(False)
+                self._keep(self._talk(peer))
+
+    async def _talk(self, peer: socket.socket) -> None:
+        with peer:
+            while True:
+                try:
+                    packet = recv_packet(peer, max_fds=0)
+                    request = msgspec.json.decode(packet.data, type=Request)
+                except BlockingIOError:
+                    await readable(peer.fileno())
+                    continue
+                except (EOFError, OSError, ProtocolError, msgspec.MsgspecError):
+                    return
+                self._keep(self._answer(peer, request))
+
+    async def _answer(self, peer: socket.socket, request: Request) -> None:
+        fd = None
+        try:
+            result, fd = await self._handler(request.command, request.arguments)
+            reply = Reply(number=request.number, result=result)
+        except WeightcachedError as e:
+            reply = Reply(number=request.number, error=str(e))
+        except Exception as e:
+            reply = Reply(number=request.number, error=f"{type(e).__name__}: {e}")
+        # Nobody waits for the reply of a peer that has gone, nor of one that reads none.
+        with contextlib.suppress(OSError, ProtocolError):
+            send_packet(peer, msgspec.json.encode(reply), [] if fd is None else [fd])
+
+    def close(self) -> None:
+        """Take no more requests. Each task closes its own socket, after it has stopped waiting on
+        it: the number could be another socket's by then.
+        """
+        for task in self._tasks:
+            task.cancel()
+
+
+class Link:
+    """A connection on which questions are asked, several at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Connect. Raises EngineError where nobody listens."""
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._sock.setblocking(False)
+            self._sock.connect(os.fspath(path))
+        except OSError as e:
+            self._sock.close()
+            raise EngineError(f"cannot reach {path}: {e.strerror or e}") from e
+        self._waiting: dict[int, asyncio.Future[tuple[Reply, list[OwnedFd]]]] = {}
+        self._numbers = 0
+        self._reader = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                try:
+                    packet = recv_packet(self._sock, max_fds=_MAX_FDS)
+                except BlockingIOError:
+                    await readable(self._sock.fileno())
+                    continue
+                reply = msgspec.json.decode(packet.data, type=Reply)
+                waiting = self._waiting.pop(reply.number, None)
+                if waiting is None or waiting.done():
+                    close_all(packet.fds)
+                else:
+                    waiting.set_result((reply, packet.fds))
+        except (EOFError, OSError, ProtocolError, msgspec.MsgspecError) as e:
+            reason = str(e) or "the connection was closed"
+        finally:
+            self._sock.close()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineError(f"no answer: {reason}"))
+        self._waiting.clear()
+
+    async def ask(self, command: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """The result of `command`. Raises EngineError, TimeoutError."""
+        result, fds = await self.ask_for_fd(command, timeout_s=timeout_s, **arguments)
+        close_all(fds)
+        return result
+
+    async def ask_for_fd(
+        self, command: str, *, timeout_s: float, **arguments: Any
+    ) -> tuple[dict[str, Any], list[OwnedFd]]:
+        """The same, with the descriptors that came with the reply."""
+        if self._reader.done():
+            raise EngineError("no answer: the connection was closed")
+        self._numbers += 1
+        number = self._numbers
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            request = Request(number=number, command=command, arguments=arguments)
+            send_packet(self._sock, msgspec.json.encode(request))
+            async with asyncio.timeout(timeout_s):
+                reply, fds = await future
+        except BlockingIOError as e:
+            raise TimeoutError from e
+        except OSError as e:
+            if isinstance(e, TimeoutError):
+                raise
+            raise EngineError(f"no answer: {e.strerror or e}") from e
+        finally:
+            self._waiting.pop(number, None)
+        if reply.error:
+            close_all(fds)
+            raise EngineError(reply.error)
+        return reply.result, fds
+
+    def close(self) -> None:
+        """Ask no more. The reader closes the socket, after it has stopped waiting on it."""
+        self._reader.cancel()

@@ -1,0 +1,142 @@
+"""The nursery: a process that has imported what engines need and forks one when asked.
+
+    python -m weightcached.engine.nursery MODULE     a SOCK_SEQPACKET socket to the supervisor as descriptor 3
+
+The first packet that it sends says whether it can fork. A fork copies neither threads nor a CUDA
+context, so there must be none that an engine would wait for. That is not believed: before each fork
+threads and CUDA are looked at, and once a fork is tried. It ends with the supervisor's end of the
+socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import NoReturn, cast
+
+import msgspec
+
+from weightcached.engine.child import Job, Module, run
+from weightcached.errors import ProtocolError
+from weightcached.system.fds import OwnedFd, close_all
+from weightcached.wire.framing import recv_packet, send_packet
+
+SOCKET_FD = 3
+_TRIAL_TIMEOUT_S = 20
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """`refusal` says why no engine can be forked, or is empty; `pid` is the new engine's."""
+
+    refusal: str = ""
+    pid: int = 0
+
+
+def why_not_now() -> str:
+    """Why this process must not be forked; "" where it may be."""
+    # Threads of libraries (OpenBLAS has some from its import on) have fork handlers, or are found by
+    # the trial.
+    threads = [thread.name for thread in threading.enumerate()]
+    if len(threads) > 1:
+        return f"threads run after the imports: {', '.join(threads[1:])}"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA is initialized after the imports"
+    return ""
+
+
+def _trial(module: Module) -> str:
+    """Why a fork would hang or crash; "" where one has done what engines do."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            module.try_in_fork()
+            status = 0
+        finally:
+            os._exit(status)
+    with OwnedFd(os.pidfd_open(pid)) as pidfd:
+        poll = select.poll()
+        poll.register(pidfd.fileno(), select.POLLIN)
+        ended = bool(poll.poll(_TRIAL_TIMEOUT_S * 1000))
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if not ended:
+        return f"a fork that was tried hung for {_TRIAL_TIMEOUT_S} s"
+    return f"a fork that was tried ended with status {status}" if status else ""
+
+
+def _reap(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def serve(sock: socket.socket, module: Module) -> None:
+    """Fork an engine for every job that comes, until the supervisor is gone."""
+    refusal = module.prepare() or why_not_now() or _trial(module)
+    send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
+    if refusal:
+        return
+    # What is there stays: no collection in an engine copies these pages.
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, _reap)
+    while True:
+        try:
+            data, fds = recv_packet(sock, max_fds=2)
+        except (EOFError, OSError, ProtocolError):
+            return
+        refusal = why_not_now()
+        if refusal:
+            close_all(fds)
+            send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
+            return
+        job = msgspec.json.decode(data, type=Job)
+        _fork(sock, module, job, fds)
+
+
+def _fork(sock: socket.socket, module: Module, job: Job, fds: list[OwnedFd]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        _become_engine(sock, module, job, fds)
+    close_all(fds)
+    send_packet(sock, msgspec.json.encode(Answer(pid=pid)))
+
+
+def _become_engine(sock: socket.socket, module: Module, job: Job, fds: list[OwnedFd]) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        sock.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        public, control = fds
+        status = run(job, module, public_fd=public.take(), control_fd=control.take())
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def main() -> None:
+    """Serve the supervisor on the socket that it passed."""
+    # Ctrl-C is for the supervisor, which ends its children in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(SOCKET_FD, False)
+    with socket.socket(fileno=SOCKET_FD) as sock:
+        serve(sock, cast(Module, importlib.import_module(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Starting an engine: forked by the nursery, or by exec where that cannot be done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from weightcached.engine.child import CONTROL_FD, PUBLIC_FD, Job
+from weightcached.engine.nursery import SOCKET_FD, Answer
+from weightcached.errors import ProtocolError
+from weightcached.system.fds import sealed_memfd
+from weightcached.system.waits import readable
+from weightcached.wire.framing import recv_packet, send_packet
+
+log = logging.getLogger(__name__)
+
+# Imports of vLLM from a cold disk, on a machine that is busy.
+_IMPORT_TIMEOUT_S = 300.0
+_FORK_TIMEOUT_S = 30.0
+
+
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int]
+) -> int:
+    """Start `command` in a session of its own, with `fds` (its number: ours). Returns its process
+    number. Raises OSError.
+    """
+    # Above the numbers that they will have, so that placing one does not overwrite another.
+    high = max(fds) + 1
+    moved = {to: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high) for to, fd in fds.items()}
+    try:
+        return os.posix_spawn(
+            command[0],
+            list(command),
+            dict(environment),
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, to) for to, fd in moved.items()],
+            setsid=True,
+            setsigdef=range(1, 32),
+            setsigmask=(),
+        )
+    finally:
+        for fd in moved.values():
+            os.close(fd)
+
+
+def start_by_exec(
+    python: str, module: str, job: Job, environment: Mapping[str, str], public: int, control: int
+) -> int:
+    """Start an engine that imports everything itself. Returns its process number."""
+    with sealed_memfd("weightcached-job", msgspec.json.encode(job)) as stdin:
+        os.lseek(stdin.fileno(), 0, os.SEEK_SET)
+        return start_process(
+            [python, "-m", "weightcached.engine.child", module],
+            environment,
+            {0: stdin.fileno(), PUBLIC_FD: public, CONTROL_FD: control},
+        )
+
+
+class Nursery:
+    """The process that forks engines, from the supervisor's side."""
+
+    def __init__(self, python: str, module: str, environment: Mapping[str, str]) -> None:
+        """Start it; it imports while others work. Raises OSError."""
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.setblocking(False)
+        with theirs, open(os.devnull, "rb") as null:
+            command = [python, "-m", "weightcached.engine.nursery", module]
+            fds = {0: null.fileno(), SOCKET_FD: theirs.fileno()}
+            self.pid = start_process(command, environment, fds)
+        self._turn = asyncio.Lock()
+        # "" once it can fork; None before it has said so.
+        self._refusal: str | None = None
+
+    async def refusal(self) -> str:
+        """Why it cannot fork, once its imports are done; "" where it can."""
+        async with self._turn:
+            if self._refusal is None:
+                try:
+                    self._refusal = (await self._answer(_IMPORT_TIMEOUT_S)).refusal
+                except (EOFError, OSError, ProtocolError, msgspec.MsgspecError) as e:
+                    self._refusal = f"the nursery ended, its lines say why ({e or 'no answer'})"
+            return self._refusal
+
+    async def fork(self, job: Job, public: int, control: int) -> int | None:
+        """The process number of a new engine; None where it could not be forked, with a line."""
+        if await self.refusal():
+            return None
+        async with self._turn:
+            try:
+                send_packet(self._sock, msgspec.json.encode(job), [public, control])
+                answer = await self._answer(_FORK_TIMEOUT_S)
+            except (EOFError, OSError, ProtocolError, msgspec.MsgspecError) as e:
+                self._refusal = f"the nursery is gone ({e or 'no answer'})"
+                return None
+            self._refusal = answer.refusal
+            return answer.pid or None
+
+    async def _answer(self, timeout_s: float) -> Answer:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    data = recv_packet(self._sock, max_fds=0).data
+                    return msgspec.json.decode(data, type=Answer)
+                except BlockingIOError:
+                    await readable(self._sock.fileno())
+
+    def abort_imports(self) -> None:
+        """Do not wait for imports that nobody needs any more."""
+        if self._refusal is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """It ends when it sees that nobody is there."""
+        self._sock.close()

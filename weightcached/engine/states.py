@@ -1,0 +1,249 @@
+"""What a service does next, from what its engines are doing: data in, decisions out.
+
+Knows no processes, sockets or clocks of its own, so that every order of events can be tried.
+
+    starting ──► parked ──► promoting ──► serving ──► draining ──► parked
+        └───────────┴───────────┴────────────┴────────────┴──► ending ──► gone
+
+A *version* is one set of arguments. An engine that is promoting, serving or draining, or is ending
+out of these, has the endpoint: no other may get it before that one is gone or parked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 300.0
+
+
+class Phase(Enum):
+    """What an engine is doing. The names are those that `status` prints."""
+
+    STARTING = "starting"
+    PARKED = "parked"
+    PROMOTING = "promoting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    ENDING = "ending"
+
+
+_HAS_ENDPOINT = (Phase.PROMOTING, Phase.SERVING, Phase.DRAINING)
+
+
+@dataclass
+class Engine:
+    """One engine. `has_endpoint` stays true while one that had it is ending."""
+
+    number: int
+    version: int
+    phase: Phase = Phase.STARTING
+    has_endpoint: bool = False
+
+    def to(self, phase: Phase) -> None:
+        """Go to `phase`; only ending keeps what the engine had."""
+        if phase is not Phase.ENDING:
+            self.has_endpoint = phase in _HAS_ENDPOINT
+        self.phase = phase
+
+
+class Action(NamedTuple):
+    """One thing to begin. `number` is the engine's; for a start, that of the engine to come."""
+
+    what: Literal["start", "promote", "drain", "end"]
+    number: int
+
+
+@dataclass
+class Service:
+    """The engines of one service and what is wanted of them."""
+
+    standby: int
+    version: int = 1
+    engines: dict[int, Engine] = field(default_factory=dict)
+    # False: asleep, until somebody connects.
+    awake: bool = True
+    stopping: bool = False
+    # Version to go back to where the newest one cannot start; 0: none.
+    proven: int = 0
+    error: str = ""
+    failures: int = 0
+    _not_before_s: float = 0.0
+    _last_number: int = 0
+    _last_version: int = 1
+
+    # ---- what happened
+
+    def started(self, version: int, *, number: int = 0) -> Engine:
+        """A new engine exists. `number` is given for one that was taken back."""
+        number = number or self._last_number + 1
+        self.skip_to(number)
+        self._last_version = max(self._last_version, version)
+        self.engines[number] = engine = Engine(number, version)
+        return engine
+
+    def skip_to(self, number: int) -> None:
+        """Numbers up to this one have been used."""
+        self._last_number = max(self._last_number, number)
+
+    def ready(self, number: int) -> None:
+        """The engine is up, and parked."""
+        engine = self.engines[number]
+        if engine.phase is Phase.STARTING:
+            engine.to(Phase.PARKED)
+            if engine.version == self.version:
+                self.failures, self._not_before_s = 0, 0.0
+
+    def serves(self, number: int) -> None:
+        """The engine accepts clients: its version is known to work."""
+        engine = self.engines[number]
+        engine.to(Phase.SERVING)
+        self.proven = engine.version
+        if engine.version == self.version:
+            self.error = ""
+
+    def parked(self, number: int) -> None:
+        """The engine has been drained."""
+        engine = self.engines[number]
+        if engine.phase is Phase.DRAINING:
+            engine.to(Phase.PARKED)
+
+    def failed(self, number: int, reason: str, now_s: float) -> None:
+        """The engine died, hangs, or did not do what it was told: it ends. Never raises."""
+        engine = self.engines.get(number)
+        if engine is None or engine.phase is Phase.ENDING:
+            return
+        unproven = engine.phase in (Phase.STARTING, Phase.PROMOTING)
+        engine.to(Phase.ENDING)
+        if not unproven:
+            return
+        self.failures += 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (self.failures - 1), LONGEST_PAUSE_S)
+        self._not_before_s = now_s + pause_s
+        self.error = reason
+        if engine.version == self.version and self.proven not in (0, self.version):
+            # A restart with arguments that do not work: what served goes on serving.
+            self.version = self.proven
+            self._not_before_s = 0.0
+            self.failures = 0
+
+    def gone(self, number: int) -> None:
+        """Nothing is left of the engine."""
+        self.engines.pop(number, None)
+
+    def restart(self) -> int:
+        """Engines of a new version are wanted. Returns its number."""
+        self._last_version = max(self._last_version, self.version) + 1
+        self.version = self._last_version
+        self.failures, self._not_before_s, self.error = 0, 0.0, ""
+        return self.version
+
+    # ---- what is
+
+    @property
+    def holder(self) -> Engine | None:
+        """The engine that has the endpoint."""
+        return next((e for e in self.engines.values() if e.has_endpoint), None)
+
+    @property
+    def serving(self) -> Engine | None:
+        return next((e for e in self.engines.values() if e.phase is Phase.SERVING), None)
+
+    def state(self) -> str:
+        """One word for people: starting, serving, taking-over, draining, asleep, stopping."""
+        if self.stopping:
+            return "stopping"
+        if self.serving is not None:
+            return "serving"
+        if not self.awake:
+            return "asleep" if self.holder is None else "draining"
+        return "taking-over" if self.proven else "starting"
+
+    def wake_time_s(self, now_s: float) -> float | None:
+        """When a start that waits for its pause may be tried; None where none waits."""
+        return self._not_before_s if self._not_before_s > now_s else None
+
+    # ---- what to do
+
+    def decide(self, now_s: float) -> list[Action]:
+        """What to begin now. To be asked again after every event."""
+        if self.stopping:
+            return self._wind_up()
+        actions: list[Action] = []
+        holder = self.holder
+        successor = self._successor()
+        if holder is None and self.awake and successor is not None:
+            actions.append(Action("promote", successor.number))
+            holder = successor
+        elif holder is not None and holder.phase is Phase.SERVING and self._must_yield(holder):
+            actions.append(Action("drain", holder.number))
+        actions += [Action("end", e.number) for e in self._superfluous(holder)]
+        if self._lacks_one(holder, actions) and now_s >= self._not_before_s:
+            actions.append(Action("start", self._last_number + 1))
+        return actions
+
+    def _wind_up(self) -> list[Action]:
+        actions: list[Action] = []
+        for engine in self.engines.values():
+            if engine.phase is Phase.SERVING:
+                actions.append(Action("drain", engine.number))
+            elif engine.phase in (Phase.STARTING, Phase.PARKED):
+                actions.append(Action("end", engine.number))
+        return actions
+
+    def _successor(self) -> Engine | None:
+        """The parked engine to promote: of the wanted version first, then of the one that works."""
+        parked = [e for e in self.engines.values() if e.phase is Phase.PARKED]
+        rank = sorted(
+            parked, key=lambda e: (e.version == self.version, e.version == self.proven, -e.number)
+        )
+        return rank[-1] if rank else None
+
+    def _must_yield(self, serving: Engine) -> bool:
+        if not self.awake:
+            return True
+        newer = (e for e in self.engines.values() if e.version == self.version)
+        return serving.version != self.version and any(e.phase is Phase.PARKED for e in newer)
+
+    def _superfluous(self, holder: Engine | None) -> list[Engine]:
+        """Engines that nobody will need, once one of the wanted version serves or sleeps: those of
+        other versions, and what is more than wanted.
+        """
+        idle = [e for e in self.engines.values() if e.phase in (Phase.PARKED, Phase.STARTING)]
+        idle = [e for e in idle if e is not holder]
+        settled = (
+            holder.version == self.version and holder.phase is Phase.SERVING
+            if holder is not None
+            else not self.awake
+            and any(e.version == self.version and e.phase is Phase.PARKED for e in idle)
+        )
+        if not settled:
+            # A standby of an old version that is not up yet holds up the new version's start.
+            return [e for e in idle if e.phase is Phase.STARTING and e.version != self.version]
+        wanted = [e for e in idle if e.version == self.version]
+        # What is up stays before what is not.
+        wanted.sort(key=lambda e: (e.phase is Phase.PARKED, -e.number))
+        room = self.standby + (holder is None)
+        return [e for e in idle if e not in wanted] + wanted[: max(0, len(wanted) - room)]
+
+    def _lacks_one(self, holder: Engine | None, actions: list[Action]) -> bool:
+        """Whether an engine is to be started. One at a time: each measures the device's memory."""
+        if any(e.phase is Phase.STARTING for e in self.engines.values()):
+            return False
+        of_version = [
+            e
+            for e in self.engines.values()
+            if e.version == self.version and e.phase is not Phase.ENDING
+        ]
+        if holder is None or holder.version != self.version:
+            return not of_version
+        if holder.phase is Phase.ENDING:
+            return not of_version
+        # No standby before the first serves, and none while the device's memory changes hands.
+        if holder.phase is not Phase.SERVING or any(
+            a.what in ("promote", "drain") for a in actions
+        ):
+            return False
+        return len(of_version) < 1 + self.standby

@@ -1,0 +1,757 @@
+"""`weightcached engine NAME`: keeps one service's endpoint served. No torch, no vLLM.
+
+states.py says what to do, this does it: every event ends in _step(), which begins what is decided.
+
+    $XDG_RUNTIME_DIR/weightcached/engines/<name>/   0700
+        lock            flock()ed by the supervisor for its whole life
+        fence           flock()ed by the engine that serves, and all that it has forked
+        service.sock    weightcachectl's questions
+        <number>/       one engine (running.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightcached.config.engines import EngineSpec
+from weightcached.config.manifest import ModelSpec, load_manifest
+from weightcached.engine import control, endpoint, manager, running
+from weightcached.engine.child import Job
+from weightcached.engine.plan import Plan, make_plan
+from weightcached.engine.running import Record, Running
+from weightcached.engine.starting import Nursery, start_by_exec
+from weightcached.engine.states import Action, Engine, Phase, Service
+from weightcached.engine.tree import TreeError, become_subreaper
+from weightcached.engine.turns import Turns
+from weightcached.errors import (
+    EXIT_BUSY,
+    EXIT_FAILURE,
+    EngineError,
+    RuntimePathError,
+    WeightcachedError,
+)
+from weightcached.system.notify import inherited, watchdog_period_s
+from weightcached.system.paths import (
+    SOCKET_PATH_MAX_BYTES,
+    create_runtime_dir,
+    manifest_path,
+    runtime_dir,
+)
+from weightcached.system.waits import end_tasks
+
+log = logging.getLogger(__name__)
+
+# A first start compiles and may download; what is longer is taken for a hang.
+START_TIMEOUT_S = 3600.0
+# Waking maps memory; the fence is free once the last process of the engine before is gone.
+PROMOTE_TIMEOUT_S = 60.0
+FENCE_TIMEOUT_S = 30.0
+SLEEP_TIMEOUT_S = 60.0
+# Another service's requests end within its own drain_s, which only it knows.
+LONGEST_DRAIN_S = 3600.0
+PROBE_PERIOD_S = 1.0
+FIRST_PROBE_S = 0.2
+# Without an engine that ever served, so many failures end the supervisor: what mends it comes from
+# outside.
+MAX_FIRST_FAILURES = 3
+_EXTEND_PERIOD_S = 10.0
+_EXTEND_S = 60
+_LOST_TIMEOUT_S = 5.0
+
+
+class ServiceBusyError(WeightcachedError):
+    """Another supervisor keeps this service."""
+
+    code = "service-busy"
+    exit_status = EXIT_BUSY
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line gives. `module` is what makes engines; tests have another."""
+
+    name: str
+    manifest: Path | None = None
+    socket_dir: Path | None = None
+    module: str = "weightcached.vllm_compat.server"
+
+
+def service_dir(name: str, socket_dir: Path | None = None) -> Path:
+    """Where a service keeps its sockets. Raises RuntimePathError where their names would be too
+    long.
+    """
+    directory = (socket_dir or runtime_dir()) / "engines" / name
+    longest = len(os.fsencode(directory / "123456" / "control.sock"))
+    if longest > SOCKET_PATH_MAX_BYTES:
+        raise RuntimePathError(
+            f"{directory} is too long for sockets in it by {longest - SOCKET_PATH_MAX_BYTES} bytes: "
+            "give the engine a shorter name"
+        )
+    return directory
+
+
+def run(options: Options) -> int:
+    """Keep the service until told to stop. Returns the exit status; raises WeightcachedError before
+    anything was started.
+    """
+    spec, model = load_manifest(manifest_path(options.manifest)).service(options.name)
+    directory = service_dir(options.name, options.socket_dir)
+    for part in (directory.parents[1], directory.parent, directory):
+        create_runtime_dir(part)
+    with _locked(directory / "lock", options.name):
+        become_subreaper()
+        return asyncio.run(_run(options, spec, model, directory))
+
+
+@contextlib.contextmanager
+def _locked(path: Path, name: str) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as e:
+        raise ServiceBusyError(
+            f"engine service {name} has a supervisor already, which holds {path}: "
+            f"systemctl --user stop weightcached-engine@{name}.service, or end that process"
+        ) from e
+    finally:
+        os.close(fd)
+
+
+async def _run(options: Options, spec: EngineSpec, model: ModelSpec, directory: Path) -> int:
+    supervisor = Supervisor(options, spec, model, directory)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    loop.add_signal_handler(signal.SIGCHLD, supervisor.reap)
+    return await supervisor.run()
+
+
+class Supervisor:
+    """One service, from the bound socket to the last engine's end."""
+
+    def __init__(
+        self, options: Options, spec: EngineSpec, model: ModelSpec, directory: Path
+    ) -> None:
+        self.spec = spec
+        self.service = Service(standby=spec.standby)
+        self._options = options
+        self._directory = directory
+        self._fence = directory / "fence"
+        self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
+        self._turns = Turns(
+            spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
+        )
+        # Whether this service's share of its devices is its own until it sleeps.
+        self._has_share = False
+        self._running: dict[int, Running] = {}
+        self._manager = manager.Manager(os.environ.get("NOTIFY_SOCKET"))
+        self._public: socket.socket
+        self._nursery: Nursery | None = None
+        self._nursery_told = False
+        self._spawned: dict[int, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+        self._status = 0
+        self._news = asyncio.Condition()
+        self._timer: asyncio.TimerHandle | None = None
+        self._listening_for_wake = False
+        self._since = time.time()
+        self._begun = False
+        self._was_ready = False
+        self._died_s: float | None = None
+        self.takeovers = 0
+        self.last_takeover_s = 0.0
+
+    # ---- life
+
+    async def run(self) -> int:
+        """Returns the exit status. Raises ListenError where the public address is taken."""
+        stored = dict(inherited(os.environ))
+        await self._take_back()
+        self._public = await self._listen(stored.get(endpoint.STORE_NAME))
+        server = control.Server(control.listen(self._directory / "service.sock"), self._handle)
+        self._keep(self._feed_watchdog())
+        self._keep(self._extend_start())
+        self._begun = True
+        try:
+            self._step()
+            await self._ended.wait()
+        finally:
+            self._manager.tell("STOPPING=1")
+            server.close()
+            await end_tasks(*self._tasks)
+            await self._end_all()
+            with contextlib.suppress(OSError):
+                (self._directory / "service.sock").unlink()
+            self._public.close()
+            if self.spec.listen.path:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.spec.listen.path)
+        log.info("stopped service=%s", self.spec.name)
+        return self._status
+
+    async def _end_all(self) -> None:
+        if self._nursery is not None:
+            self._nursery.close()
+        for engine in list(self._running.values()):
+            with contextlib.suppress(TreeError):
+                await engine.end()
+                await engine.bury()
+        for directory in self._directory.iterdir():
+            if directory.is_dir():
+                running.remove_directory(directory)
+
+    async def _listen(self, stored: Any) -> socket.socket:
+        """The public socket: the manager's, or that of an engine taken back, or a new one."""
+        where = self.spec.listen
+        fds = [stored] if stored is not None else []
+        for engine in list(self._running.values()):
+            fd = await engine.public_socket(timeout_s=_LOST_TIMEOUT_S)
+            fds += [fd] if fd is not None else []
+        found = next((fd for fd in fds if endpoint.is_at(fd, where)), None)
+        if stored is not None and found is not stored:
+            self._manager.drop(endpoint.STORE_NAME)
+        sock = endpoint.bind(where) if found is None else socket.socket(fileno=found.take())
+        sock.setblocking(False)
+        for fd in fds:
+            fd.close()
+        if found is None or found is not stored:
+            self._manager.store(endpoint.STORE_NAME, sock.fileno())
+        log.info(
+            "listening service=%s address=%s%s",
+            self.spec.name, where, "" if found is None else " taken back",
+        )  # fmt: skip
+        return sock
+
+    def stop(self) -> None:
+        """Drain what serves, end everything. A second time: do not drain."""
+        if self.service.stopping:
+            self._ended.set()
+            return
+        log.info("stopping service=%s", self.spec.name)
+        self.service.stopping = True
+        if self._nursery is not None:
+            self._nursery.abort_imports()
+        self._manager.tell(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int((self.spec.drain_s + 60) * 1e6)}")
+        self._step()
+
+    def reap(self) -> None:
+        """Take the exit status of children and of orphans that became children."""
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (e := task.exception()) is not None:
+            # A fault of ours: a new supervisor takes the engines back.
+            log.error("service=%s internal fault", self.spec.name, exc_info=e)
+            os._exit(EXIT_FAILURE)
+
+    # ---- taking back what an earlier supervisor has left
+
+    async def _take_back(self) -> None:
+        """Engines that outlived a supervisor, in the state in which they are."""
+        found: list[Record] = []
+        for directory in sorted(self._directory.iterdir()):
+            if not directory.is_dir():
+                continue
+            # No number twice in one log.
+            self.service.skip_to(int(directory.name) if directory.name.isdecimal() else 0)
+            record = running.read_record(directory)
+            if record is not None and running.is_alive(record):
+                found.append(record)
+                continue
+            if record is not None:
+                await running.end_remains(record)
+            running.remove_directory(directory)
+        current = self._plans.pop(1)
+        older = list(dict.fromkeys(r.digest for r in found if r.digest != current.digest))
+        versions = {digest: n for n, digest in enumerate([*older, current.digest], 1)}
+        self.service.version = versions[current.digest]
+        self._plans[self.service.version] = current
+        for record in found:
+            self._take_back_one(record, versions[record.digest])
+        await asyncio.gather(*(self._examine(record) for record in found))
+
+    def _take_back_one(self, record: Record, version: int) -> None:
+        self.service.started(version, number=record.number)
+        self._follow(record)
+
+    async def _examine(self, record: Record) -> None:
+        """Ask an engine that was ready what it is doing; one that still starts is waited for."""
+        number = record.number
+        if not record.facts:
+            self._keep(self._until_ready(number))
+            return
+        try:
+            answer = await self._running[number].ask("ready", timeout_s=self.spec.hang_s)
+        except EngineError as e:
+            self._failed(number, str(e))
+            return
+        log.info("engine=%d taken back serving=%s", number, answer["serving"])
+        self.service.ready(number)
+        if answer["serving"]:
+            self.service.serves(number)
+            self._has_share = True
+        self._keep(self._probe(number))
+
+    # ---- doing what is decided
+
+    def _step(self) -> None:
+        """Begin what is to be done now, and say what has changed."""
+        if not self._begun:
+            # What an earlier supervisor has left is not yet known.
+            return
+        for action in self.service.decide(time.monotonic()):
+            self._begin(action)
+        self._set_timer()
+        self._watch_for_wake()
+        self._tell()
+        if self.service.stopping and not self.service.engines:
+            self._ended.set()
+        if not self._was_ready and self.service.failures >= MAX_FIRST_FAILURES:
+            log.error("service=%s no engine can be started: %s", self.spec.name, self.service.error)
+            self._status = EXIT_FAILURE
+            self._ended.set()
+        self._keep_quiet(self._notify_waiters())
+
+    def _keep_quiet(self, work: Coroutine[Any, Any, None]) -> None:
+        if not self._ended.is_set():
+            self._keep(work)
+        else:
+            work.close()
+
+    async def _notify_waiters(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    def _begin(self, action: Action) -> None:
+        if action.what == "start":
+            engine = self.service.started(self.service.version)
+            self._keep(self._start(engine))
+            return
+        engine = self.service.engines[action.number]
+        if action.what == "promote":
+            engine.to(Phase.PROMOTING)
+            self._keep(self._promote(engine))
+        elif action.what == "drain":
+            engine.to(Phase.DRAINING)
+            self._keep(self._drain(engine))
+        else:
+            engine.to(Phase.ENDING)
+            self._keep(self._end(engine.number))
+
+    async def _start(self, engine: Engine) -> None:
+        self._spawned[engine.number] = over = asyncio.Event()
+        plan = self._plans[engine.version]
+        try:
+            async with contextlib.AsyncExitStack() as turn:
+                others = any(e.has_endpoint for e in self.service.engines.values())
+                parked = others or await self._turns.anybody_awake()
+                if not (parked and plan.kv_cache_bytes):
+                    # It measures the device's memory, so nobody else may change that.
+                    await turn.enter_async_context(self._turns.held())
+                    parked = others or await self._turns.anybody_awake()
+                self._has_share = self._has_share or not parked
+                await self._start_alone(engine, plan, over, parked=parked)
+        finally:
+            over.set()
+            self._spawned.pop(engine.number, None)
+
+    async def _start_alone(
+        self, engine: Engine, plan: Plan, over: asyncio.Event, *, parked: bool
+    ) -> None:
+        try:
+            record = await self._spawn(engine, plan, parked=parked)
+            self._follow(record)
+        except (OSError, EngineError) as e:
+            self._failed(engine.number, f"it cannot be started: {e}")
+            return
+        finally:
+            # Who ends it waits for this: half started, it could not be found.
+            over.set()
+        self._running[engine.number].keep_record()
+        if engine.phase is not Phase.ENDING:
+            await self._until_ready(engine.number)
+
+    async def _spawn(self, engine: Engine, plan: Plan, *, parked: bool) -> Record:
+        directory = self._directory / str(engine.number)
+        running.remove_directory(directory)
+        directory.mkdir(mode=0o700)
+        job = plan.job(directory, engine.number, parked=parked)
+        listener = control.listen(job.control_socket)
+        with listener:
+            pid = None
+            if self.spec.nursery:
+                pid = await self._fork(job, plan, listener.fileno())
+            how = "forked"
+            if pid is None:
+                how = "executed"
+                pid = start_by_exec(
+                    plan.python, self._options.module, job, plan.environment,
+                    self._public.fileno(), listener.fileno(),
+                )  # fmt: skip
+        log.info(
+            "engine=%d starting service=%s pid=%d version=%d %s%s",
+            engine.number, self.spec.name, pid, engine.version, how, " parked" if parked else "",
+        )  # fmt: skip
+        return running.record_of(job, plan.digest, pid)
+
+    async def _fork(self, job: Job, plan: Plan, control_fd: int) -> int | None:
+        if self._nursery is None:
+            self._nursery = Nursery(plan.python, self._options.module, plan.environment)
+        refusal = await self._nursery.refusal()
+        if self.service.stopping:
+            raise EngineError("the service is stopping")
+        if not refusal:
+            return await self._nursery.fork(job, self._public.fileno(), control_fd)
+        if not self._nursery_told:
+            self._nursery_told = True
+            log.info("service=%s engines are executed, not forked: %s", self.spec.name, refusal)
+        return None
+
+    def _drop_nursery(self) -> None:
+        """A new version may come with another vLLM: it imports anew."""
+        if self._nursery is not None:
+            self._nursery.close()
+        self._nursery, self._nursery_told = None, False
+
+    def _follow(self, record: Record) -> None:
+        number = record.number
+        self._running[number] = Running(
+            record,
+            self._directory / str(number),
+            self._fence,
+            lambda reason: self._failed(number, reason),
+        )
+
+    async def _until_ready(self, number: int) -> None:
+        engine = self._running[number]
+        try:
+            facts = await engine.ask("ready", timeout_s=START_TIMEOUT_S)
+        except EngineError as e:
+            # Where its first process has ended, that is the better reason.
+            await asyncio.sleep(0.1)
+            self._failed(number, str(e))
+            return
+        if number not in self.service.engines:
+            return
+        engine.record.facts = facts
+        engine.watch()
+        engine.keep_record()
+        self._plans[self.service.engines[number].version].learn(facts)
+        log.info(
+            "engine=%d parked service=%s after=%.1fs", number, self.spec.name,
+            time.time() - engine.record.since,
+        )  # fmt: skip
+        self.service.ready(number)
+        self._keep(self._probe(number))
+        if not self.service.awake and facts.get("sleeps") and not facts.get("asleep"):
+            # Sent to sleep while it started: it has its memory yet.
+            self._begin(Action("drain", number))
+        self._step()
+
+    async def _promote(self, engine: Engine) -> None:
+        number = engine.number
+        try:
+            took = await self._take_endpoint(number)
+        except EngineError as e:
+            self._failed(number, f"it cannot take over: {e}")
+            return
+        if engine.phase is not Phase.PROMOTING:
+            return
+        self.service.serves(number)
+        record = self._running[number].record
+        record.serving_since = time.time()
+        self._running[number].active_s = time.monotonic()
+        after = ""
+        if self._died_s is not None:
+            self.takeovers += 1
+            self.last_takeover_s = time.monotonic() - self._died_s
+            self._died_s = None
+            after = f" takeover={self.last_takeover_s:.3f}s"
+        log.info(
+            "engine=%d serving service=%s pid=%d fence=%.3fs wake=%.3fs%s", number, self.spec.name,
+            record.pid, took["fence_s"], took["wake_s"], after,
+        )  # fmt: skip
+        self._running[number].keep_record()
+        self._step()
+
+    async def _take_endpoint(self, number: int) -> dict[str, Any]:
+        """Have the engine wake and accept. Raises EngineError."""
+        engine = self._running[number]
+        if self._has_share:
+            return await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+        async with self._turns.held():
+            await self._turns.make_room(timeout_s=LONGEST_DRAIN_S)
+            took = await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+            self._has_share = True
+        return took
+
+    async def _drain(self, engine: Engine) -> None:
+        number, drain_s = engine.number, self.spec.drain_s
+        log.info("engine=%d draining service=%s", number, self.spec.name)
+        try:
+            took = await self._running[number].ask(
+                "demote", timeout_s=drain_s + SLEEP_TIMEOUT_S, drain_s=drain_s
+            )
+        except EngineError as e:
+            self._failed(number, f"it cannot be parked: {e}")
+            return
+        log.info(
+            "engine=%d drained service=%s after=%.3fs sleep=%.3fs cut=%d", number, self.spec.name,
+            took["drain_s"], took["sleep_s"], took["cut"],
+        )  # fmt: skip
+        self._has_share = self.service.awake
+        self.service.parked(number)
+        self._step()
+
+    def _failed(self, number: int, reason: str) -> None:
+        engine = self.service.engines.get(number)
+        if engine is None or engine.phase is Phase.ENDING:
+            return
+        log.error("engine=%d %s: %s", number, engine.phase.value, reason)
+        if engine.phase is Phase.SERVING and self._died_s is None:
+            self._died_s = time.monotonic()
+        self.service.failed(number, reason, time.monotonic())
+        if not self.service.proven:
+            self._has_share = False
+        self._keep(self._end(number))
+        self._step()
+
+    async def _end(self, number: int) -> None:
+        if number in self._spawned:
+            await self._spawned[number].wait()
+        engine = self._running.get(number)
+        if engine is not None:
+            while True:
+                try:
+                    took_s = await engine.end()
+                    break
+                except TreeError as e:
+                    # Nobody may take over what such a process may still use.
+                    log.error("engine=%d %s; trying on", number, e)
+            log.info("engine=%d ended service=%s after=%.3fs", number, self.spec.name, took_s)
+            del self._running[number]
+            self._keep(engine.bury())
+        self.service.gone(number)
+        self._step()
+
+    # ---- looking after engines
+
+    async def _probe(self, number: int) -> None:
+        """Ask the engine's core again and again: a hung engine is a dead engine."""
+        await asyncio.sleep(FIRST_PROBE_S)
+        while number in self._running:
+            engine = self._running[number]
+            try:
+                await engine.ping(timeout_s=self.spec.hang_s)
+            except EngineError as e:
+                if self.service.engines.get(number) is not None:
+                    self._failed(number, f"it hangs: {e}" if e.timed_out else str(e))
+                return
+            engine.watch()
+            self._sleep_if_idle(number, engine)
+            await asyncio.sleep(PROBE_PERIOD_S)
+
+    def _sleep_if_idle(self, number: int, engine: Running) -> None:
+        serving = self.service.serving
+        idle_s = self.spec.idle_sleep_s
+        if idle_s <= 0 or serving is None or serving.number != number:
+            return
+        if engine.activity.active == 0 and time.monotonic() - engine.active_s >= idle_s:
+            log.info("engine=%d idle for %.0f s, goes to sleep", number, idle_s)
+            self.service.awake = False
+            self._step()
+
+    def _watch_for_wake(self) -> None:
+        """While asleep, the first connection wakes; the kernel keeps it until an engine accepts."""
+        wanted = (
+            not self.service.awake and self.service.holder is None and not self.service.stopping
+        )
+        loop = asyncio.get_running_loop()
+        if wanted and not self._listening_for_wake:
+            loop.add_reader(self._public.fileno(), self._connected)
+        elif self._listening_for_wake and not wanted:
+            loop.remove_reader(self._public.fileno())
+        self._listening_for_wake = wanted
+
+    def _connected(self) -> None:
+        log.info("service=%s somebody connects, waking", self.spec.name)
+        self.service.awake = True
+        self._step()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now_s = time.monotonic()
+        at_s = self.service.wake_time_s(now_s)
+        if at_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(at_s - now_s + 0.01, self._step)
+
+    # ---- saying how things are
+
+    def _tell(self) -> None:
+        if not self._was_ready and self.service.serving is not None:
+            self._was_ready = True
+            self._manager.tell("READY=1")
+        self._manager.status(self.summary())
+
+    def summary(self) -> str:
+        """One line for `systemctl status`."""
+        serving = self.service.serving
+        parts = [self.service.state()]
+        if serving is not None:
+            parts.append(f"engine {serving.number}")
+        others = [
+            f"engine {e.number} {e.phase.value}"
+            for e in self.service.engines.values()
+            if e is not serving
+        ]
+        parts += others
+        if self.service.error:
+            parts.append(f"the last start failed: {self.service.error}")
+        return ", ".join(parts)
+
+    async def _feed_watchdog(self) -> None:
+        period_s = watchdog_period_s(os.environ)
+        while period_s is not None:
+            self._manager.tell("WATCHDOG=1")
+            await asyncio.sleep(period_s)
+
+    async def _extend_start(self) -> None:
+        """A start may take long; the manager waits while an engine is starting."""
+        while not self._was_ready:
+            self._manager.tell(f"EXTEND_TIMEOUT_USEC={_EXTEND_S * 1_000_000}")
+            await asyncio.sleep(_EXTEND_PERIOD_S)
+
+    def status(self) -> dict[str, Any]:
+        """What `status --json` shows of the service."""
+        serving = self.service.serving
+        record = self._running[serving.number].record if serving else None
+        return {
+            "name": self.spec.name,
+            "model": self.spec.model,
+            "listen": str(self.spec.listen),
+            "state": self.service.state(),
+            "pid": record.pid if record else 0,
+            "generation": serving.number if serving else 0,
+            "since": record.serving_since if record else self._since,
+            "takeovers": self.takeovers,
+            "last_takeover_s": round(self.last_takeover_s, 3),
+            "error": self.service.error,
+            "awake": self._has_share,
+            "share": self._turns.share,
+            "used": self._last_used(),
+            "supervisor_pid": os.getpid(),
+            "engines": [self._engine_status(e) for e in self.service.engines.values()],
+        }
+
+    def _last_used(self) -> float:
+        """When a request was last seen, in seconds since 1970; now while one is under way."""
+        serving = self.service.serving
+        engine = self._running.get(serving.number) if serving else None
+        if engine is None:
+            return self._since
+        return time.time() - (time.monotonic() - engine.active_s)
+
+    def _engine_status(self, engine: Engine) -> dict[str, Any]:
+        found = self._running.get(engine.number)
+        return {
+            "number": engine.number,
+            "version": engine.version,
+            "state": engine.phase.value,
+            "pid": found.record.pid if found else 0,
+            "since": found.record.since if found else 0.0,
+            "requests": found.activity.requests if found else 0,
+            "facts": found.record.facts if found else {},
+        }
+
+    # ---- what weightcachectl asks
+
+    async def _handle(
+        self, command: str, arguments: dict[str, Any]
+    ) -> tuple[dict[str, Any], int | None]:
+        if command == "restart":
+            await self._restart()
+        elif command == "sleep":
+            await self._set_awake(awake=False)
+        elif command == "wake":
+            await self._set_awake(awake=True)
+        elif command == "stop":
+            self.stop()
+        elif command != "status":
+            raise EngineError(f"no command {command!r}")
+        return self.status(), None
+
+    async def _restart(self) -> None:
+        """Have engines of the manifest as it is now serve in place of those that do. Raises
+        WeightcachedError where it stays as it was.
+        """
+        path = manifest_path(self._options.manifest)
+        spec, model = load_manifest(path).service(self.spec.name)
+        if spec.listen != self.spec.listen:
+            raise EngineError(
+                f"listen: changed from {self.spec.listen} to {spec.listen}: a socket cannot move, "
+                f"so stop the service and start it again"
+            )
+        self.spec, self.service.standby = spec, spec.standby
+        version = self.service.restart()
+        self._plans[version] = make_plan(spec, model, self._options.socket_dir)
+        self._turns = Turns(spec, model, load_manifest(path), self._directory.parents[1])
+        log.info("service=%s restarting version=%d", spec.name, version)
+        self._drop_nursery()
+        self._step()
+        await self._wait(lambda: self.service.version != version or self._settled(version))
+        if self.service.version != version:
+            raise EngineError(
+                f"the new engine cannot be started, the old one serves on: {self.service.error}"
+            )
+
+    def _settled(self, version: int) -> bool:
+        serving = self.service.serving
+        return (serving is not None and serving.version == version) or (
+            not self.service.awake
+            and any(
+                e.version == version and e.phase is Phase.PARKED
+                for e in self.service.engines.values()
+            )
+        )
+
+    async def _set_awake(self, *, awake: bool) -> None:
+        self.service.awake = awake
+        self._step()
+        await self._wait(
+            lambda: (
+                self.service.awake != awake
+                or (
+                    (self.service.serving is not None) == awake
+                    and (awake or self.service.holder is None)
+                )
+            )
+        )
+
+    async def _wait(self, condition: Callable[[], bool]) -> None:
+        async with self._news:
+            await self._news.wait_for(lambda: condition() or self.service.stopping)

@@ -1,0 +1,307 @@
+"""vLLM's API server as an engine of a service: everything of vLLM that engine/child.py needs.
+
+vLLM builds its HTTP application and serves it in one call that blocks, so the engine serves on a
+private Unix socket from its start. The public socket is one more socket of the same server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import logging
+import os
+import socket
+import weakref
+from collections.abc import AsyncIterator, Coroutine
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
+from weightcached.engine.child import Activity, Job, say_error
+from weightcached.errors import EngineError
+from weightcached.vllm_compat import parked_start, serve_arguments
+
+log = logging.getLogger("vllm.weightcached")
+
+_CLOSE = (b"connection", b"close")
+_POLL_S = 0.005
+# What a GPU engine imports after its start; each fork has it then.
+_GPU_MODULES = (
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.attention.backends.flash_attn",
+    "torch._inductor.compile_fx",
+)
+_MODULES = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.model_executor.models.llama",
+    "weightcache_loader.ipc_loader",
+)
+
+
+def prepare() -> str:
+    """Import what engines need. Returns why they cannot be forked, or ""."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        del os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+        return f"vLLM starts its processes by spawn on the platform {current_platform.device_name}"
+    import importlib
+
+    for name in (*_MODULES, *_GPU_MODULES):
+        # A module that another version has under another name is imported by the engine itself.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    return ""
+
+
+def try_in_fork() -> None:
+    """A parallel operation: an engine's first would hang in it if this process had done one."""
+    import torch
+
+    torch.ones(1 << 22).sum()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """As vLLM runs its server."""
+    import uvloop
+
+    uvloop.run(main)
+
+
+class _KeepCause(logging.Handler):
+    """Keeps the first exception that any process of the engine logs: it is the root cause, which
+    the API server's own error only points to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and isinstance(record.exc_info[1], Exception):
+            say_error(self._path, record.exc_info[1])
+
+
+def _kv_file(error_file: Path) -> Path:
+    return error_file.with_name("kv_cache_bytes")
+
+
+def _read_kv_cache_bytes(job: Job) -> int:
+    """What the engine core found free for its KV cache, per rank; 0 where it did not say."""
+    try:
+        return int(_kv_file(job.error_file).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _tell_kv_cache_bytes(original: Any) -> Any:
+    def determine_available_memory(self: Any) -> list[int]:
+        found: list[int] = original(self)
+        with contextlib.suppress(OSError):
+            _kv_file(Path(os.environ[ERROR_FILE])).write_text(str(min(found)))
+        return found
+
+    return determine_available_memory
+
+
+ERROR_FILE = "WEIGHTCACHED_ENGINE_ERROR_FILE"
+FENCE_FD = "WEIGHTCACHED_ENGINE_FENCE_FD"
+
+
+def join_engine() -> None:
+    """In each process of a service's engine: tell what goes wrong, and hand the fence on. Does
+    nothing in other engines; a second call changes nothing.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    logger = logging.getLogger("vllm")
+    if not any(isinstance(handler, _KeepCause) for handler in logger.handlers):
+        logger.addHandler(_KeepCause(Path(path)))
+    _hand_on(int(os.environ[FENCE_FD]))
+    from vllm.v1.executor.abstract import Executor
+
+    if not hasattr(Executor.determine_available_memory, "original"):
+        original = Executor.determine_available_memory
+        Executor.determine_available_memory = _tell_kv_cache_bytes(original)
+        Executor.determine_available_memory.original = original
+
+
+def _hand_on(fd: int) -> None:
+    """Have processes started by spawn inherit the fence too, as forked ones do."""
+    if getattr(util.spawnv_passfds, "hands_on", None) == fd:
+        return
+    original = util.spawnv_passfds
+
+    def spawnv_passfds(path: bytes, args: Any, passfds: Any) -> int:
+        return int(original(path, args, sorted({*passfds, fd})))
+
+    spawnv_passfds.hands_on = fd  # type: ignore[attr-defined]
+    util.spawnv_passfds = spawnv_passfds
+
+
+@contextlib.asynccontextmanager
+async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
+    """An engine that serves on its private socket. Raises what vLLM raises."""
+    os.environ[ERROR_FILE], os.environ[FENCE_FD] = str(job.error_file), str(fence_fd)
+    join_engine()
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.utils.system_utils import decorate_logs
+
+    decorate_logs(f"{job.service}/{job.number}")
+    args = serve_arguments.parse(_arguments(job))
+    args.host, args.port = job.host or None, job.port
+    private = copy.copy(args)
+    private.uds = str(job.private_socket)
+    address, sock = entry.setup_server(private, reuse_port=False)
+    async with entry.build_async_engine_client(args) as client:
+        serve_http, apps = entry.serve_http, []
+
+        async def serve(app: Any, *arguments: Any, **options: Any) -> Any:
+            apps.append(app)
+            return await serve_http(app, *arguments, **options)
+
+        with mock.patch.object(entry, "serve_http", serve):
+            serving = asyncio.ensure_future(entry.build_and_serve(client, address, sock, args))
+            server = await _started(serving, apps)
+        yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping())
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    """The arguments of this engine. Raises EngineError where it could not start parked.
+
+    On a GPU it sleeps with our back end, which lets it start beside another one. On the CPU, where
+    vLLM cannot sleep, it parks awake: it keeps its KV cache.
+    """
+    from vllm.platforms import current_platform
+
+    arguments = dict(job.arguments)
+    if not current_platform.is_cuda():
+        return arguments
+    maps = arguments.get("load_format") in OWN_LOAD_FORMATS
+    if maps:
+        arguments.setdefault("enable_sleep_mode", True)
+        arguments.setdefault("sleep_mode_backend", parked_start.BACKEND)
+    if job.parked:
+        if not maps:
+            raise EngineError(
+                f"load_format {arguments.get('load_format')} does not map its weights, so no standby can start beside "
+                "it: write load_format: ipc_cache, or standby: 0"
+            )
+        options = dict(arguments.get("model_loader_extra_config") or {})
+        arguments["model_loader_extra_config"] = {**options, "start_parked": True}
+        if job.kv_cache_bytes:
+            arguments.setdefault("kv_cache_memory_bytes", job.kv_cache_bytes)
+    return arguments
+
+
+async def _started(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
+    """The uvicorn server, once it accepts on the private socket."""
+    while not serving.done():
+        server = getattr(apps[0].state, "server", None) if apps else None
+        if server is not None and server.started:
+            return server
+        await asyncio.sleep(_POLL_S)
+    await serving
+    raise EngineError("vLLM's API server ended while it started")
+
+
+class VllmEngine:
+    """One engine, asked by its supervisor."""
+
+    def __init__(
+        self, job: Job, client: Any, server: Any, serving: asyncio.Future[Any], *, asleep: bool
+    ) -> None:
+        self._job = job
+        self._client = client
+        self._server = server
+        self._serving = serving
+        self._public: Any = None
+        # Connections that came by the public socket.
+        self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sleeps = bool(client.vllm_config.model_config.enable_sleep_mode)
+        self._asleep = asleep
+
+    @property
+    def asleep(self) -> bool:
+        return self._asleep
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        cache = self._client.vllm_config.cache_config
+        return {
+            "asleep": self._asleep,
+            "sleeps": self._sleeps,
+            "kv_blocks": cache.num_gpu_blocks,
+            "kv_cache_bytes": _read_kv_cache_bytes(self._job),
+        }
+
+    async def ping(self) -> Activity:
+        # /health sees only a flag; this goes through the core's loop, which a hung step blocks.
+        await self._client.is_sleeping()
+        state = self._server.server_state
+        return Activity(requests=state.total_requests, active=len(state.tasks))
+
+    async def wake(self) -> None:
+        if self._asleep:
+            await self._client.wake_up()
+            self._asleep = False
+
+    async def sleep(self) -> None:
+        if self._sleeps and not self._asleep:
+            await self._client.sleep(level=1)
+            self._asleep = True
+
+    async def accept_on(self, sock: socket.socket) -> None:
+        config = self._server.config
+        config.encoded_headers = [h for h in config.encoded_headers if h != _CLOSE]
+        state = self._server.server_state
+        state.default_headers = [h for h in state.default_headers if h != _CLOSE]
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> Any:
+            made = config.http_protocol_class(
+                config=config,
+                server_state=state,
+                app_state=self._server.lifespan.state,
+                _loop=loop,
+            )
+            self._clients.add(made)
+            return made
+
+        self._public = await loop.create_server(
+            protocol, sock=sock, ssl=config.ssl, backlog=config.backlog
+        )
+
+    async def stop_accepting(self, drain_s: float) -> int:
+        if self._public is None:
+            return 0
+        self._public.close()
+        self._public = None
+        # In place too: a request under way holds the list that it will answer with.
+        self._server.config.encoded_headers.append(_CLOSE)
+        self._server.server_state.default_headers.append(_CLOSE)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                # An idle connection is left for the keep-alive time, after which the server closes
+                # it: closed now, it could cross a request on its way.
+                while self._open_clients():
+                    await asyncio.sleep(_POLL_S)
+        left = self._open_clients()
+        for client in left:
+            client.transport.abort()
+        return len(left)
+
+    def _open_clients(self) -> list[Any]:
+        return [c for c in self._server.server_state.connections if c in self._clients]
+
+    async def ended(self) -> None:
+        await asyncio.shield(self._serving)
