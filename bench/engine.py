@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -119,6 +120,13 @@ def until(
             raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
         time.sleep(poll_s)
     return found
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def complete(port: int, *, tokens: int = 1, timeout_s: float = REQUEST_TIMEOUT_S) -> list[int]:
