@@ -290,7 +290,7 @@ def _runtime_directory() -> Iterator[Finding]:
             "runtime directory",
             "fail",
             text,
-            f"df -i {directory.parent}; rm what is not needed there",
+            f"df -i {directory.parent}; rm files that are not needed there",
         )
     if not os.path.lexists(directory):
         yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
@@ -331,7 +331,7 @@ def _cache_directory() -> Finding:
             f"chmod go-w {there}",
         )
     if info.f_bavail == 0 or is_full(there):
-        fix = f"df -h {there}; rm what is not needed there"
+        fix = f"df -h {there}; rm files that are not needed there"
         return Finding("cache directory", "warn", f"{there} is full: {again}", fix)
     return Finding("cache directory", "ok", str(directory))
 
