@@ -18,7 +18,7 @@ from weightcached.index.tensors import TensorIndex
 from weightcached.system.paths import socket_path
 from weightcached.system.units import source
 from weightcached.wire.connection import Connection
-from weightcached.wire.fetch import read_index
+from weightcached.wire.fetch import fetch_index
 from weightcached.wire.messages import Status, StatusReply
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,7 +156,7 @@ class Unit:
 
     def index(self) -> TensorIndex:
         """The index of the generation that is served."""
-        return read_index(
+        return fetch_index(
             self.device,
             "bench/target",
             for_what="measured",

@@ -1,6 +1,4 @@
-"""The vLLM plug-in: load format `ipc_cache` (and `weightcached`) maps weights that a weightcached
-daemon holds.
-"""
+"""The vLLM plug-in: load format `ipc_cache` (and `weightcached`) maps a daemon's weights."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ log = logging.getLogger("vllm.weightcached")
 
 
 def register() -> None:
-    """Entry point in vllm.general_plugins: called once in every process of an engine; a second call
-    changes nothing.
-    """
+    """Entry point in vllm.general_plugins, called in every engine process; may be called again."""
     from vllm.model_executor import model_loader
 
     from weightcache_loader.ipc_loader import IpcModelLoader
@@ -30,11 +26,11 @@ def register() -> None:
             continue
         if present is not None:
             log.info(
-                "load format %s is weightcached's from here on, instead of %s",
+                "weightcached now provides load format %s, instead of %s",
                 name,
                 present.__module__,
             )
-            # Replacing is what was asked for; vLLM would warn about it in every process.
+            # The user wants the replacement; vLLM would warn about it in every process.
             del loaders[name]
         model_loader.register_model_loader(name)(IpcModelLoader)
     if "WEIGHTCACHED_ENGINE_ERROR_FILE" in os.environ:

@@ -1,4 +1,4 @@
-"""How much of a device's memory vLLM may count on beside what the daemon holds, and how that is told.
+"""How much of a device's memory vLLM may use beside the daemon's caches, and texts about it.
 
 Arithmetic alone: knows nothing of vLLM, torch or sockets. All numbers are bytes.
 """
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from weightcached.system.text import bytes_text
 from weightcached.wire.resident import Held
 
-# Left free beside an engine whose utilization would leave more: what its neighbours and the driver take on top.
+# Left free for neighbours and the driver, if the engine's utilization leaves more.
 _HEADROOM = 0.08
 
 
 class Device(NamedTuple):
-    """A device's memory as vLLM measures it, and the utilization that it is asked for."""
+    """A device's memory as vLLM measures it, and the requested utilization."""
 
     total: int
     free: int
@@ -25,11 +25,12 @@ class Device(NamedTuple):
 
 
 def external_bytes(device: Device, *, own: int, others: int) -> int:
-    """What get_external_weight_memory answers.
+    """The answer of get_external_weight_memory.
 
-    vLLM gives the engine utilization × total less this answer, and refuses to start where less is free. `own`
-    are bytes that this engine maps, or copies and gives back; `others` what else the daemon holds. So much of
-    `others` is counted as the device lacks: two engines that fit side by side lose nothing.
+    vLLM gives the engine utilization × total minus this answer, and refuses to start if less is
+    free. own: bytes that this engine maps, or copies and gives back; others: bytes of the daemon's
+    other caches. `others` counts only as far as the device has no room for it: two engines that fit
+    side by side lose nothing.
     """
     lacking = _requested(device) - own - device.free + _headroom(device)
     return own + min(others, max(0, lacking))
@@ -50,12 +51,12 @@ def starts(device: Device, external: int) -> bool:
 
 
 def engine_bytes(device: Device, external: int) -> int:
-    """What the engine may use itself: weights that it does not map, activations, KV cache."""
+    """Bytes for the engine's own use: weights that it does not map, activations, KV cache."""
     return _requested(device) - external
 
 
 def best_utilization(device: Device, *, own: int, others: int) -> float | None:
-    """The highest utilization, in hundredths, with which the engine would start; None where none would."""
+    """The highest utilization, in hundredths, with which the engine starts; None if none."""
     for hundredths in range(int(device.utilization * 100), 0, -1):
         lower = device._replace(utilization=hundredths / 100)
         if starts(lower, external_bytes(lower, own=own, others=others)):
@@ -64,7 +65,7 @@ def best_utilization(device: Device, *, own: int, others: int) -> float | None:
 
 
 def cost(device: Device, caches: Sequence[Held], nbytes: int) -> str:
-    """What to tell of an engine that starts with less."""
+    """A log line for an engine that starts with less."""
     return (
         f"the KV cache is {bytes_text(nbytes)} smaller than on an empty device: of "
         f"{bytes_text(device.total)} the daemon holds {listed(caches)}, which this "
@@ -73,7 +74,7 @@ def cost(device: Device, caches: Sequence[Held], nbytes: int) -> str:
 
 
 def no_room(device: Device, caches: Sequence[Held], *, own: int, left: int, needed: int) -> str:
-    """What to tell of an engine that cannot start beside what the daemon holds."""
+    """An error for an engine that cannot start beside the daemon's caches."""
     others = sum(cache.nbytes for cache in caches)
     lower = best_utilization(device, own=own, others=others)
     what = f", its weights alone take {bytes_text(needed)}" if needed > left > 0 else ""
@@ -97,8 +98,8 @@ def _engines(cache: Held) -> str:
 
 
 def remedies(caches: Sequence[Held]) -> str:
-    """The two commands that help."""
-    # One that no engine maps is lost to nobody.
+    """Two commands that make room."""
+    # No engine loses a cache that none maps.
     first = min(caches, key=lambda cache: len(cache.engines))
     return (
         f"'weightcachectl drop {first.cache}' frees that cache, a lower --gpu-memory-utilization of this device's "

@@ -19,18 +19,19 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from weightcached import __version__
-from weightcached.checkpoint.identity import with_full, with_sample
+from weightcached.checkpoint.identity import with_files, with_full, with_sample
 from weightcached.errors import (
     CacheConfigMismatchError,
     ProtocolError,
     WeightcachedError,
     WeightCacheUnavailableError,
 )
-from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
-from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.index.tensors import TensorIndex
+from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.text import progress_text
 from weightcached.wire.connection import Connection
+from weightcached.wire.fetch import receive_generation
 from weightcached.wire.messages import (
     Absent,
     Attach,
@@ -58,31 +59,28 @@ SOFTWARE = f"weightcached {__version__}"
 _PROGRESS_LOG_INTERVAL_S = 5.0
 # A daemon says Loading about once a second; silence for this long is a wedged daemon.
 _SILENCE_S = 30.0
-# A load that neither moves a byte nor changes its phase for this long is not waited for. What waits
-# for its turn, and a digest that the daemon makes, report no bytes, nor does tuning: the daemon
-# itself watches over those.
+# The engine stops waiting for a load that moves no byte and changes no phase for this long. Loads
+# that wait for their turn, digests and tuning report no bytes: the daemon itself watches these.
 _STALL_S = 120.0
 # How long a hold of loads may take to come about, and to last, while an engine sleeps or wakes.
 _MOMENT_S = 0.5
 _LONGEST_MOMENT_S = 60.0
 _PHASES_WITHOUT_BYTES = ("queued", "digest", "tuning")
-# A daemon that is restarted listens again after some tenths of a second.
+# A restarted daemon listens again after some tenths of a second.
 _COMING_POLL_S = 0.1
 _REJOIN_FIRST_S = 0.2
 _DAEMON_AWAY = frozenset({"no-daemon", "connection-lost"})
 _REJOIN_MAX_S = 2.0
-# A lease that is closed while it connects and asks may take two deadlines to notice.
+# If a lease is closed while it connects and asks, its thread may take two deadlines to notice.
 _JOIN_S = 3 * _REJOIN_MAX_S
 
 
 class Attachment(NamedTuple):
-    """A lease on one generation: the connection, the index, and the segments' descriptors (owned
-    here).
-    """
+    """A lease on one generation: connection, index, and segment descriptors (owned here)."""
 
     connection: Connection
     ready: Ready
-    tensor_index: index_format.TensorIndex
+    tensor_index: TensorIndex
     fds: list[OwnedFd]
 
     def close(self) -> None:
@@ -102,10 +100,10 @@ def attach(
 ) -> Attachment:
     """Attach to the generation that matches `key`, waiting up to `state_timeout_s` while it loads.
 
-    `patient`: a daemon that is not there yet is waited for, up to `connect_timeout_s`.
-    With `device`, only to the daemon of that device; with identity `sampled`, equal samples of the
-    checkpoints are enough. Raises WeightCacheUnavailableError and CacheConfigMismatchError with the
-    one reason; RuntimePathError and ProtocolError for a socket or daemon that cannot be trusted.
+    patient: wait up to `connect_timeout_s` for a daemon that is not there yet. With `device`, only
+    to the daemon of that device; with identity `sampled`, equal samples of the checkpoints are
+    enough. Raises WeightCacheUnavailableError and CacheConfigMismatchError with the one reason;
+    RuntimePathError and ProtocolError for a socket or daemon that cannot be trusted.
     """
     connection = _connect(path, connect_timeout_s, patient=patient)
     try:
@@ -117,22 +115,17 @@ def attach(
             )
         request = Attach(key=key, wait=state_timeout_s > 0, identity=identity)
         ready = _final_answer(connection, request, time.monotonic() + state_timeout_s)
-        fds = connection.receive_descriptors(ready.descriptors, connect_timeout_s)
-        try:
-            if not fds:
-                raise ProtocolError(f"the daemon handed out no index of {ready.cache}")
-            return Attachment(connection, ready, _read_index(ready, fds.pop(0)), fds)
-        except BaseException:
-            close_all(fds)
-            raise
+        fetched = receive_generation(connection, ready, connect_timeout_s)
+        return Attachment(connection, ready, fetched.index, fetched.fds)
     except BaseException:
         connection.close()
         raise
 
 
 def patiently(attach: Callable[[], Attachment]) -> Attachment:
-    """Attach, trying again for half a minute while no daemon answers: a unit that died is started
-    again. Raises the last reason.
+    """Attach; try again for half a minute while no daemon answers, because units restart.
+
+    Raises the last reason.
     """
     deadline_s = time.monotonic() + _SILENCE_S
     while True:
@@ -166,22 +159,6 @@ def _connect_once(path: Path, timeout_s: float) -> Connection:
         raise WeightCacheUnavailableError(f"the daemon refused: {e}", code=code) from e
 
 
-def _read_index(ready: Ready, fd: OwnedFd) -> index_format.TensorIndex:
-    with fd:
-        try:
-            data = read_sealed(fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
-        except ValueError as e:
-            raise ProtocolError(f"the index of {ready.cache}: {e}") from e
-    if index_format.digest_of(data) != ready.index_digest:
-        raise ProtocolError(f"the index of {ready.cache} is not the one that the daemon announced")
-    index = index_format.decode(data)
-    if len(index.segments) != ready.descriptors - 1:
-        raise ProtocolError(
-            f"{ready.cache} has {len(index.segments)} segments, {ready.descriptors - 1} descriptors came"
-        )
-    return index
-
-
 def _final_answer(connection: Connection, attach: Attach, deadline: float) -> Ready:
     reply = connection.request(attach, _SILENCE_S)
     waiting = _Waiting(deadline)
@@ -197,17 +174,21 @@ def _final_answer(connection: Connection, attach: Attach, deadline: float) -> Re
 
 
 def _with_digest(key: WeightCacheKey, need: NeedDigest) -> WeightCacheKey:
-    if getattr(key.checkpoint, need.rung):
+    checkpoint = with_files(key.checkpoint, need.files) if need.files else key.checkpoint
+    if checkpoint is key.checkpoint and getattr(checkpoint, need.rung):
+        asked = "record" if need.rung == "files" else f"{need.rung} digest"
         raise ProtocolError(
-            f"the daemon asks for the {need.rung} digest of {key.checkpoint.root}, which it was given"
+            f"the daemon asks for the {asked} of {checkpoint.root}, which it was given"
         )
+    if need.rung == "files":
+        return msgspec.structs.replace(key, checkpoint=checkpoint)
     log.info(
         "comparing the checkpoint with the cached one by %s digest: %s",
         need.rung,
-        key.checkpoint.root,
+        checkpoint.root,
     )
     fill = with_sample if need.rung == "sample" else with_full
-    return msgspec.structs.replace(key, checkpoint=fill(key.checkpoint))
+    return msgspec.structs.replace(key, checkpoint=fill(checkpoint))
 
 
 def _ready_or_raise(reply: Reply) -> Ready:
@@ -246,9 +227,7 @@ def mismatch_text(fields: list[FieldMismatch]) -> str:
 
 
 class _Waiting:
-    """Watches a load: one log line every few seconds, and an end when time is up or progress
-    stops.
-    """
+    """Watches a load: logs it every few seconds, and ends the wait if time or progress run out."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
@@ -257,9 +236,7 @@ class _Waiting:
         self._advanced_at = time.monotonic()
 
     def note(self, loading: Loading) -> None:
-        """What the daemon says now. Raises WeightCacheUnavailableError once it is not worth
-        waiting.
-        """
+        """Note the daemon's answer. Raises WeightCacheUnavailableError if waiting is pointless."""
         now = time.monotonic()
         if (
             loading.phase,
@@ -270,14 +247,14 @@ class _Waiting:
         if now >= self._deadline:
             raise WeightCacheUnavailableError(
                 f"{loading.cache} is still loading ({loading.phase}); raise state_timeout_s to wait longer, "
-                "'weightcachectl status' shows how far it is",
+                "'weightcachectl status' shows its progress",
                 code="still-loading",
             )
         if now - self._advanced_at >= _STALL_S:
             raise WeightCacheUnavailableError(
                 f"{loading.cache} has stopped loading: {loading.phase} stands at {loading.done_bytes} of "
                 f"{loading.total_bytes} bytes for {now - self._advanced_at:.0f} s; 'weightcachectl status' shows its "
-                "state, 'journalctl --user' what its loader says",
+                "state, 'journalctl --user' its loader's log",
                 code="stalled",
             )
 
@@ -345,7 +322,7 @@ def release(attachment: Attachment, *, timeout_s: float) -> None:
         if isinstance(reply, Refused):
             log.warning("the daemon keeps %s: %s", attachment.ready.cache, reply.message)
     except WeightcachedError as e:
-        log.warning("could not ask the daemon to free %s: %s", attachment.ready.cache, e)
+        log.warning("cannot ask the daemon to free %s: %s", attachment.ready.cache, e)
     finally:
         attachment.close()
 
@@ -354,9 +331,9 @@ class LeaseKeeper:
     """Keeps the connection of a mapped generation, and rejoins the daemon after a restart, in a
     thread of its own.
 
-    The mapped weights need neither: this is so that `weightcachectl status` shows the engine and
-    that the daemon knows whom a drop would concern. While the engine sleeps the daemon may ask for
-    the room: `on_unmap`, called in that thread, unmaps and says whether it did; the lease ends then.
+    The mapped weights need neither. But `weightcachectl status` shows the engine, and the daemon
+    knows whom a drop would concern. While the engine sleeps the daemon may ask for the room:
+    `on_unmap`, called in that thread, unmaps and returns whether it did; then the lease ends.
     """
 
     def __init__(
@@ -383,7 +360,7 @@ class LeaseKeeper:
         self._thread.start()
 
     def park(self, parked: bool) -> None:
-        """Let the daemon know that the engine sleeps, or has woken. Waits for nothing."""
+        """Tell the daemon that the engine sleeps, or has woken. Does not wait."""
         self._parked = parked
         self._wake_thread()
 
@@ -425,9 +402,7 @@ class LeaseKeeper:
             )
 
     def _attend(self) -> bool:
-        """Say what the daemon should know and hear what it asks; True once it has hung up, False
-        once the lease is over.
-        """
+        """Exchange messages. True once the daemon has hung up, False once the lease is over."""
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLIN | select.POLLRDHUP)
         poll.register(self._wake.fileno(), select.POLLIN)
@@ -447,19 +422,17 @@ class LeaseKeeper:
     def _say_parked(self) -> None:
         parked = self._parked
         if parked != self._parked_there and self._connection.welcome.parking:
-            # Its Done is heard where everything is heard.
+            # _listen_once() reads its Done, as all messages.
             self._connection.send(Parked(parked=parked), _REJOIN_MAX_S)
         self._parked_there = parked
 
     def _unmaps(self) -> bool:
-        """Hear one message. True if it asked to unmap and that was done. Raises as receive()
-        does.
-        """
+        """Read one message. True if it was Unmap and the engine has unmapped. Raises as receive()."""
         message = self._connection.receive(_REJOIN_MAX_S)[0]
         if not isinstance(message, Unmap) or not self._on_unmap():
             return False
         log.info(
-            "unmapped %s generation %d, for which the daemon has asked: it is attached again before the engine wakes",
+            "unmapped %s generation %d, because the daemon needs the room; the engine attaches again before it wakes",
             self._ready.cache,
             self._ready.generation,
         )
@@ -493,7 +466,8 @@ class LeaseKeeper:
             connection.close()
             if isinstance(reply, Refused):
                 log.warning(
-                    "the restarted daemon no longer has what this engine maps: %s", reply.message
+                    "the restarted daemon no longer serves the weights that this engine maps: %s",
+                    reply.message,
                 )
                 return False
         return False

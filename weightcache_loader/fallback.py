@@ -1,8 +1,7 @@
-"""When a cache is not used: what is counted, and whether a load from disk has room beside the
-cache.
+"""When a cache is not used: counts, and whether a load from disk has room beside the cache.
 
-The reason's code is that of its error (errors.py, or the closer one that the error was raised
-with); docs/fallback.md lists them all.
+A reason has the code of its error (errors.py, or the closer code that the error was raised with).
+docs/fallback.md lists all codes.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from weightcached.wire.messages import Done, Fallback
 from weightcached.wire.requests import ask, ask_status
 from weightcached.wire.resident import Held
 
-# How often this process did not use a cache, by reason code; with fallback off as well, when the
-# reason is raised.
+# How often this process did not use a cache, by reason code; also if fallback is off and the reason
+# is raised.
 counts: Counter[str] = Counter()
 
-# Whoever gave these answers would not say what it holds on this device, or not in time.
+# After these answers, a Status would not be answered, or not in time.
 NOBODY_TO_ASK = frozenset(
     {
         "no-daemon",
@@ -42,17 +41,17 @@ _STATUS_TIMEOUT_S = 2.0
 
 
 def check_room(needed: int, device: str, caches: Sequence[Held], reason: WeightcachedError) -> None:
-    """Refuse a load from disk that is proven not to fit beside what the daemon holds.
+    """Refuse a load from disk that provably does not fit beside the daemon's caches.
 
-    Raises OutOfDeviceMemoryError with needed, free, and how to go on.
+    Raises OutOfDeviceMemoryError with needed and free memory, and a remedy.
     """
     if not caches:
-        # Not ours to explain.
+        # Another check explains this.
         return
     try:
         free, total = open_backend(device).free_bytes()
     except (WeightcachedError, OSError):
-        # Not to be told: the load itself will say what is wrong.
+        # Unknown: the load itself will report an error.
         return
     if needed > free:
         raise OutOfDeviceMemoryError(
@@ -67,7 +66,7 @@ def report(socket: Path, reason: WeightcachedError) -> None:
     """Tell the daemon on this socket that the engine loads from disk, for its metrics; nothing
     depends on it.
 
-    Not where there is none that would take it: such a reason is in the engine's log alone.
+    Not if there is no daemon to tell: such a reason is only in the engine's log.
     """
     if reason.code in NOBODY_TO_ASK:
         return
@@ -79,9 +78,10 @@ def report(socket: Path, reason: WeightcachedError) -> None:
 
 
 def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[Held]:
-    """What the daemon on this socket holds: as it says, or, where it cannot be asked, as it last wrote down.
+    """The memory that the daemon on this socket holds: its answer, or its last file if it does not
+    answer.
 
-    `reasons`: what an engine was told before; a daemon that was silent then is not asked again.
+    reasons: earlier errors of this engine; a daemon that was silent then is not asked again.
     """
     codes = {reason.code for reason in reasons}
     if "wrong-device" in codes:
@@ -94,9 +94,7 @@ def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[He
 
 
 def may_come_back(socket: Path) -> bool:
-    """Whether a daemon that does not listen held something and did not end as it was told to: its manager
-    restarts it.
-    """
+    """Whether a daemon that held caches died and does not listen: its manager restarts it."""
     written = resident_file.read(socket)
     return written is not None and bool(written.generations) and not written.stopped
 

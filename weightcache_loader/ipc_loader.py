@@ -49,20 +49,18 @@ log = init_logger("vllm.weightcached")
 
 
 class AttachOutcome(NamedTuple):
-    """What this process found at its first question: an attachment, or the reason why there is
-    none.
-    """
+    """The result of this process's first question: an attachment, or the reason against it."""
 
     attachment: client.Attachment | None
     reason: WeightcachedError | None
-    # What a load from disk takes of the device in any case, where that was looked at.
+    # Least device memory of a load from disk, if it was computed.
     needed: int = 0
 
 
 class _Kept(NamedTuple):
     engine: str
     decision: AttachOutcome
-    # So that its id names nothing else meanwhile.
+    # Kept so that no other object gets its id.
     speculative_config: Any
 
 
@@ -88,11 +86,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         )
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Bytes of the utilization's budget that the engine may not use itself (budget.external_bytes): what it
-        maps, target and draft, and of what else the daemon holds so much as the device lacks.
-
-        What is loaded from disk counts 0, as vLLM sees it grow itself; so does what each engine has of its own.
-        Raises OutOfDeviceMemoryError where even so there is no room.
+        """Bytes of the utilization's budget that the engine may not use itself
+        (budget.external_bytes): its mapped weights, target and draft, and the daemon's other caches
+        as far as the device has no room for them. Weights from disk and private memory count 0,
+        because vLLM measures them itself. Raises OutOfDeviceMemoryError if there is no room even
+        so.
         """
         if parked_start.starts_parked(vllm_config):
             parked_start.check(vllm_config)
@@ -138,7 +136,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return self.options.mode if decision.attachment is not None else "disk"
 
     def _own_bytes(self, decision: AttachOutcome) -> int:
-        """What the engine maps instead of allocating it, or copies and gives back."""
+        """Bytes that the engine maps instead of allocating them, or copies and gives back."""
         if decision.attachment is None:
             return 0
         if self.options.mode == "copy":
@@ -149,7 +147,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         own = sum(self._own_bytes(decision) for decision in found)
         memory = build.device_memory()
         if memory is None:
-            # Nothing is budgeted there.
+            # vLLM has no memory budget there.
             return own
         reasons = [decision.reason for decision in found if decision.reason is not None]
         caches = self._resident(vllm_config, reasons)
@@ -157,7 +155,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         counted = sum(self._own_bytes(d) for d in found if _generation_of(d) in rows)
         others = sum(cache.nbytes for cache in caches) - counted
         if parked_start.starts_parked(vllm_config):
-            # Beside an engine that has the device's memory now, and will give it back first.
+            # Another engine has the device's memory now, and will give it back first.
             return own + others
         free, total = memory
         device = budget.Device(total, free, vllm_config.cache_config.gpu_memory_utilization)
@@ -174,8 +172,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         own: int,
         external: int,
     ) -> None:
-        """Log what the caches of others cost. Raises OutOfDeviceMemoryError where vLLM would refuse, or the
-        weights from disk are proven not to fit.
+        """Log the cost of others' caches.
+
+        Raises OutOfDeviceMemoryError if vLLM would refuse, or weights from disk provably do not
+        fit.
         """
         mapped = {_generation_of(decision) for decision in found}
         due = [c for c in caches if (c.cache, c.generation) not in mapped] or list(caches)
@@ -193,7 +193,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             return fallback.resident(self._socket_path(vllm_config), reasons)
         except WeightcachedError as e:
-            log.debug("no telling what the daemon holds: %s", e)
+            log.debug("cannot tell how much memory the daemon holds: %s", e)
             return []
 
     def download_model(self, model_config: Any) -> None:
@@ -201,11 +201,10 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self._disk_loader().download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Copy the cache's tensors in place into a model that is built already, whatever `fallback`
-        says.
+        """Copy the cache's tensors in place into an existing model; ignores `fallback`.
 
         Raises IndexFormatError, before anything is written, when names, shapes or dtypes differ,
-        and the reason when the cache cannot be used.
+        and the reason if the cache cannot be used.
         """
         from vllm.config import get_current_vllm_config
 
@@ -228,8 +227,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         log.info("copied %d tensors of %s into the model", count, attachment.ready.cache)
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
-        """What the fallback would read from disk, by name, for vLLM's reload. Raises
-        NotImplementedError where it cannot be read again.
+        """The fallback's weights from disk, by name, for vLLM's reload.
+
+        Raises NotImplementedError if that format cannot read them again.
         """
         disk = self._disk_loader()
         if not hasattr(disk, "get_all_weights"):
@@ -239,11 +239,12 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return disk.get_all_weights(model_config, model)
 
     def copy_again(self, vllm_config: Any, model_config: Any, model: nn.Module) -> bool:
-        """In copy mode, fill a model whose weights sleep(2) discarded from the cache; False where
-        it has to come from disk.
+        """In copy mode, fill a model from the cache after sleep(2) discarded its weights.
+
+        False if the weights must come from disk.
         """
         if self.options.mode != "copy" or build.stage_of_platform() != "processed":
-            # Loaded weights are not what a model has after its post-processing.
+            # Loaded weights differ from those of a model after post-processing.
             return False
         attachment, reason = None, None
         try:
@@ -261,9 +262,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return True
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        """The model, mapped from the cache or loaded from disk. Drafts without a cache load from
-        disk.
-        """
+        """The model, mapped from the cache or loaded from disk, as drafts without a cache are."""
         self._take_role(vllm_config, model_config)
         if self.options.is_draft and not drafts.is_cached(vllm_config):
             return self._disk_loader().load_model(
@@ -287,18 +286,15 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         )
 
     def _take_role(self, vllm_config: Any, model_config: Any) -> None:
-        # vLLM marks a draft's load where it knows the load format and the method as those of a
-        # cached draft.
+        # vLLM marks a draft's load if load format and method are those of a cached draft.
         if drafts.is_draft(vllm_config, model_config) and not self.options.is_draft:
             self.options = msgspec.structs.replace(self.options, is_draft=True)
 
     def _decide(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
-        """The decision of this engine. Raises its reason, with fallback off, and
-        OutOfDeviceMemoryError.
-        """
+        """The decision of this engine. Raises the reason if fallback is off; OutOfDeviceMemoryError."""
         role = self.options.role
-        # vLLM makes a new configuration for each question about a draft; what says how to speculate
-        # stays one object.
+        # vLLM makes a new configuration for each question about a draft; only its
+        # speculative_config stays one object.
         engine_of = (
             id(vllm_config.speculative_config)
             if role == "draft"
@@ -307,8 +303,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         asking = f"{engine_of} {model_config.model}"
         kept = _decisions.pop(role, None)
         if kept is not None and kept.engine != asking:
-            # An engine that ended between its questions; this one is another, perhaps with another
-            # model.
+            # The earlier engine ended between its questions; this is another one, perhaps with
+            # another model.
             if kept.decision.attachment is not None:
                 kept.decision.attachment.close()
             kept = None
@@ -326,7 +322,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             attachment = self._attach(vllm_config, model_config)
         except Exception as e:
-            # Whatever it is: the other ranks wait to hear of it.
+            # Any error: the other ranks are waiting for this one.
             attachment, reason = None, reason_of(e)
         if all_ranks(attachment is not None, self.options.role):
             return AttachOutcome(attachment, None)
@@ -352,7 +348,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return attachment
 
     def _how_to_attach(self, vllm_config: Any) -> Callable[..., client.Attachment]:
-        """Attaches by a key, and holds nothing of the engine's configuration."""
+        """Attaches by a key, without the engine's configuration."""
         return functools.partial(
             client.attach,
             self._socket_path(vllm_config),
@@ -420,7 +416,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         mapping: Mapping | None,
         storages: bind.Storages,
     ) -> None:
-        """Hold the lease for as long as the model lives, and let it sleep and take new weights."""
+        """Keep the lease as long as the model lives, and let it sleep and take new weights."""
         path, attach = self._socket_path(vllm_config), self._how_to_attach(vllm_config)
         key = with_checkpoint_as_now(attachment.tensor_index.key, vllm_config, model_config)
 
@@ -464,7 +460,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             raise
         vllm_worker.settle_for_reloads(model, device)
         if self.options.mode == "copy" or not isinstance(mapping, CudaMapping):
-            # The tensors keep what they need.
+            # The tensors keep their memory.
             mapping.close()
         done = time.perf_counter()
         log.info(
@@ -477,11 +473,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         return model, mapping, storages
 
     def _give_up(self, vllm_config: Any, model_config: Any, reason: WeightcachedError) -> int:
-        """Count and log the reason, once: from here on the engine loads from disk. Returns what that takes of the
-        device in any case, 0 where that was not looked at.
-
-        Raises the reason, with fallback off, and OutOfDeviceMemoryError where a load from disk has
-        no room.
+        """Count and log the reason, once: from here on the engine loads from disk. Returns the
+        least device memory of that load, or 0 if unknown. Raises the reason, with fallback off, and
+        OutOfDeviceMemoryError if a load from disk has no room.
         """
         fallback.counts[reason.code] += 1
         if not self.options.fallback:
@@ -503,13 +497,13 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         try:
             fallback.report(self._socket_path(vllm_config), reason)
         except Exception as e:
-            # Not worth an engine.
-            log.debug("the daemon was not told: %s", e)
+            # Not worth an engine's start.
+            log.debug("cannot tell the daemon: %s", e)
 
     def _room(
         self, vllm_config: Any, model_config: Any, reason: WeightcachedError
     ) -> tuple[int, OutOfDeviceMemoryError | None]:
-        """What a load from disk takes in any case, and the error if that is more than is free."""
+        """Least device memory of a load from disk, and the error if it exceeds the free memory."""
         if reason.code == UnsupportedPlatformForIPCError.code:
             return 0, None
         needed = 0
@@ -521,8 +515,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         except OutOfDeviceMemoryError as e:
             return needed, e
         except Exception as e:
-            # Not worth an engine: the load itself says what is wrong.
-            log.debug("no telling whether a load from disk has room: %s", e)
+            # Not worth an engine's start: the load itself reports an error.
+            log.debug("cannot check whether a load from disk has room: %s", e)
         return needed, None
 
     def _least_bytes(self, vllm_config: Any, model_config: Any) -> int:
@@ -545,9 +539,7 @@ def _generation_of(decision: AttachOutcome) -> tuple[str, int] | None:
 
 
 def reason_of(e: Exception) -> WeightcachedError:
-    """The error as a reason for not mapping; one that nobody foresaw is logged with its
-    traceback.
-    """
+    """The error as a reason against mapping; an unexpected one is logged with its traceback."""
     if isinstance(e, WeightcachedError):
         return e
     if not isinstance(e, OSError):
@@ -558,15 +550,15 @@ def reason_of(e: Exception) -> WeightcachedError:
 
 
 def _forget_frames(e: BaseException | None) -> None:
-    # Their locals are a half-built model and what it maps, which would stay for as long as the load
-    # from disk takes.
+    # Their locals hold a half-built model and its mapping, which would stay during the load from
+    # disk.
     while e is not None:
         traceback.clear_frames(e.__traceback__)
         e = e.__cause__ or e.__context__
 
 
 def _writes_weights(vllm_config: Any) -> str:
-    """The option by which this engine would write into its weights while it runs; "" for none."""
+    """The option with which this engine would write into its weights while it runs; "" for none."""
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         return "weight_transfer_config"
     kept = getattr(vllm_config.model_config, "sleep_preserve_parameter_names", None)
@@ -574,8 +566,9 @@ def _writes_weights(vllm_config: Any) -> str:
 
 
 def check_supported(vllm_config: Any, options: LoaderOptions) -> None:
-    """Refuse what a mapped cache cannot serve. Raises UnsupportedPlatformForIPCError,
-    UnsupportedQuantForIPCError.
+    """Refuse options that a mapped cache cannot serve.
+
+    Raises UnsupportedPlatformForIPCError, UnsupportedQuantForIPCError.
     """
     if not build.stage_of_platform():
         from vllm.platforms import current_platform

@@ -1,6 +1,4 @@
-"""The loader's options: `--model-loader-extra-config` as vLLM documents it for `ipc_cache`, and
-ours beside it.
-"""
+"""The loader's options in `--model-loader-extra-config`: those of vLLM's `ipc_cache`, and more."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ class LoaderOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seconds.
 
     mode: map the cache, or copy it and let the daemon free it. fallback: load from disk, by
-    fallback_load_format with fallback_extra_config, when the cache cannot be used; without it the
-    reason is raised. start_parked: the engine is asleep when it is ready, and its first wake takes
-    the memory for its KV cache.
+    fallback_load_format with fallback_extra_config, if the cache cannot be used; otherwise raise
+    the reason. start_parked: the engine is asleep when it is ready, and its first wake takes the
+    memory for its KV cache.
     """
 
     socket_path: str | None = None
@@ -46,7 +44,7 @@ class LoaderOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def parse_options(extra_config: Mapping[str, Any] | None, load_format: str) -> LoaderOptions:
-    """Check the options. Raises ValueError naming the key, the value and what would be right."""
+    """Check the options. Raises ValueError naming key, value and the expected value."""
     given = dict(extra_config or {})
     known = LoaderOptions.__struct_fields__
     for name in given:

@@ -1,4 +1,4 @@
-"""reload_weights(): new weights for a running engine, from the cache where it is used."""
+"""reload_weights(): new weights for a running engine, from the cache if the engine uses it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ log = logging.getLogger("vllm.weightcached")
 
 
 def reload_weights(worker: Any) -> bool:
-    """Let a worker's models take the newest weights that the daemon has. False where they come from
-    disk: none is mapped, and the cache is not used by copying either, or not to be had.
-
-    Raises the reason why the newest cannot be taken; nothing has changed then.
+    """Let a worker's models take the newest weights that the daemon has. False if they come from
+    disk: nothing is mapped, and the cache is not copied or not available. Raises the reason if the
+    newest weights cannot be taken; nothing has changed then.
     """
     models = vllm_worker.mapped_of(worker)
     return _take_newest(worker, models) if models else _copy_again(worker)
@@ -39,7 +38,7 @@ def _take_newest(worker: Any, models: list[mapped.MappedModel]) -> bool:
         for _, attachment in newer:
             attachment.close()
         if on_host and error is None:
-            # Post-processed weights are the engine's own there, so vLLM may write them.
+            # Post-processed weights belong to the engine there, so vLLM may write them.
             return False
         raise error or WeightCacheUnavailableError(
             "another rank of this engine cannot take the newest weights", code="another-rank"

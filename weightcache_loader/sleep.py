@@ -1,7 +1,7 @@
 """The sleep back end `weightcached` (--sleep-mode-backend).
 
-vLLM's own back end keeps what is neither weights nor KV cache; those two are ours: mapped weights
-stay mapped, and the KV cache lies over scratch while the engine sleeps.
+vLLM's own back end keeps everything but weights and KV cache. Mapped weights stay mapped, and our
+KV cache lies over scratch memory while the engine sleeps.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ class WeightcachedBackend(CuMemBackend):  # type: ignore[misc]
         return bool(current_platform.is_cuda())
 
     def suspend(self, level: int = 1) -> None:
-        """Give the KV cache's memory back, and the rest as vLLM does. Mapped weights stay, marked
-        as parked.
-        """
+        """Free the KV cache's memory, and the rest as vLLM does. Mapped weights stay, as parked."""
         self._park_kv_cache()
         super().suspend(level)
         for model in mapped.of_process():
             model.park()
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Bring back what sleeps. Raises the reason why that cannot be, of any rank; all of them
-        sleep on then, and it can be tried again.
+        """Bring the memory back. Raises the reason of any rank that cannot wake.
+
+        Then all ranks stay asleep, and the caller can try again.
         """
         weights, kv_cache = (tags is None or name in tags for name in ("weights", "kv_cache"))
         models = list(mapped.of_process()) if weights else []
@@ -63,7 +62,7 @@ class WeightcachedBackend(CuMemBackend):  # type: ignore[misc]
             model.wake()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Give memory back without keeping what it holds. Raises RuntimeError for mapped weights."""
+        """Free memory without keeping its content. Raises RuntimeError for mapped weights."""
         if "weights" in tags and any(mapped.of_process()):
             raise RuntimeError("mapped weights cannot be discarded: sleep instead")
         if "kv_cache" in tags:

@@ -50,8 +50,15 @@ class CheckpointError(WeightcachedError):
     exit_status = EXIT_CONFIG
 
 
+class CheckpointMissingError(CheckpointError):
+    """The checkpoint is not there. A mount may be late: tried again, it may be."""
+
+    code = "checkpoint-missing"
+    exit_status = EXIT_FAILURE
+
+
 class SnapshotError(WeightcachedError):
-    """A snapshot cannot be written, or is not what it says. The weights are loaded instead."""
+    """A snapshot cannot be written, or is damaged. The weights are loaded instead."""
 
     code = "snapshot"
 
@@ -60,6 +67,13 @@ class RuntimePathError(WeightcachedError):
     """The runtime directory, socket or lock has the wrong owner, mode, kind or length."""
 
     code = "runtime-path"
+    exit_status = EXIT_CONFIG
+
+
+class HomeError(WeightcachedError):
+    """This user has no home directory, and a needed file would be there."""
+
+    code = "home"
     exit_status = EXIT_CONFIG
 
 
@@ -138,3 +152,13 @@ class SharedWeightsError(WeightcachedError):
 
     code = "shared-weights"
     exit_status = EXIT_CONFIG
+
+
+class EngineError(WeightcachedError):
+    """An engine failed to carry out a command, or does not answer. The text is for people."""
+
+    code = "engine"
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out

@@ -1,6 +1,4 @@
-"""How a child process of the tests answers: a line that begins with "ANSWER " on what was its
-standard output.
-"""
+"""A test's child process answers with a line that begins with "ANSWER " on its first stdout."""
 
 from __future__ import annotations
 
@@ -12,7 +10,8 @@ from typing import Any
 
 
 def open_channel() -> Callable[..., None]:
-    """Take standard output away from vLLM, which prints to it. Returns what says one answer there.
+    """Take standard output away from vLLM, which prints to it. Returns a function that prints one
+    answer there.
 
     Its second argument is a directory that differs in each run, and is DIR in the answer.
     """

@@ -1,6 +1,4 @@
-"""Fixtures of the end-to-end tests: real vLLM on the CPU, the product's unit under a real user
-manager.
-"""
+"""Fixtures of the end-to-end tests: real vLLM on the CPU, the product's unit, a real user manager."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class Engines:
     """The host process of engines (host.py, or what else `command` runs), in a session of its own.
 
     One that ended fails the test that asks it, and only that one: the next finds another in its
-    place. `log()` is what vLLM and the plug-in wrote since the last call.
+    place. `log()` returns the output of vLLM and the plug-in since the last call.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Engines:
 
     def _replace(self) -> NoReturn:
         """Start another host instead of one that ended. Raises AssertionError."""
-        # With what it had started: workers of its engine would keep memory and ports.
+        # With all its children: workers of its engine would keep memory and ports.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self._end()
@@ -113,7 +111,7 @@ class Engines:
         loader: dict[str, Any] | None = None,
         **engine: Any,
     ) -> Any:
-        """Start an engine and return what it decodes."""
+        """Start an engine and return its tokens."""
         if loader is not None:
             engine["model_loader_extra_config"] = loader
         answer = self.ask(engine={"model": str(model), "load_format": load_format, **engine})
@@ -171,7 +169,7 @@ class Service:
         return found
 
     def counters(self, device: str) -> Counters:
-        """What the device's daemon has counted since it started."""
+        """The counts of the device's daemon since it started."""
         socket = self.manager.runtime_dir / f"weightcached/{device}.sock"
         with Connection.connect(socket, timeout_s=READY_TIMEOUT_S, purpose="ctl") as connection:
             reply = connection.request(Status(), READY_TIMEOUT_S)
@@ -206,7 +204,7 @@ def answers_of_ranks(
     """Ask one process for each rank, `python -m tests.engine.MODULE RANK ARGUMENT`; their answers,
     by rank.
 
-    environments: what each has besides the tests' own; logs go to `base`.
+    environments: variables of each besides the tests' own; logs go to `base`.
     """
     ranks = range(len(environments))
     with contextlib.ExitStack() as stack:
@@ -249,9 +247,7 @@ def checkpoint(path: Path, *, tied: bool, dtype: str, seed: int = 0, shards: int
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The checkpoints of all tests by name. `tuned` is `untied` after a fine-tune: same names,
-    shapes and headers.
-    """
+    """The checkpoints of all tests by name. `tuned`: a fine-tune of `untied`, with equal headers."""
     base = tmp_path_factory.mktemp("models")
     return {
         "untied": checkpoint(base / "untied", tied=False, dtype="bfloat16"),

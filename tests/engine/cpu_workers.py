@@ -1,5 +1,4 @@
-"""What vLLM's CPU worker lacks for layouts that its GPU worker runs, for the engine's own processes
-of these tests.
+"""Additions to vLLM's CPU worker for layouts that its GPU worker runs, in these tests' engines.
 
 Given to engines as `worker_extension_cls`. Seen with vLLM 0.32 from disk without any plug-in, and
 in 0.33's sources:
@@ -23,7 +22,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 class Extension:
-    """Adds nothing to the worker: importing this module is what counts."""
+    """Adds nothing to the worker: only the import of this module matters."""
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
@@ -58,9 +57,7 @@ _apply = CPUUnquantizedExperts.apply
 
 
 def with_expert_map(self: Any, **kwargs: Any) -> None:
-    """Count this rank's experts from 0, and give those of others no weight: their ranks add what
-    they make of them.
-    """
+    """Count this rank's experts from 0, and give others no weight: their own ranks add them."""
     if (expert_map := kwargs["expert_map"]) is not None:
         local = expert_map[kwargs["topk_ids"].long()]
         kwargs["topk_weights"] = kwargs["topk_weights"].masked_fill(local < 0, 0.0)

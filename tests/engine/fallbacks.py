@@ -1,7 +1,7 @@
 """The plug-in in a process with real vLLM, against a scripted daemon: one question and one answer
 per line.
 
-    {"case": name, "options": {…}}       ask for the memory, then load; what came, what was logged and counted
+    {"case": name, "options": {…}}       ask for the memory, then load; the result, the log and the counts
     {"story": name}                      one of STORIES
     {"checkpoint": path, "rung": "full", "options": {…}}   the engine's own checkpoint is this one, and the daemon asks
                                                            for its digest; `change`: a file to write to just then
@@ -107,9 +107,9 @@ class Process:
         from weightcached.vllm_compat import solo_rank
         from weightcached.wire.loader_job import LoaderJob
 
-        class Disk(BaseModelLoader):  # type: ignore[misc]
-            """Stands for vLLM's default loader and for the user's own: its model says who asked for
-            what.
+        class Disk(BaseModelLoader):
+            """Stands for vLLM's default loader and the user's: its model records its caller and
+            arguments.
             """
 
             def download_model(self, model_config: Any) -> None:
@@ -185,9 +185,7 @@ Context = Callable[[Process], contextlib.AbstractContextManager[Any]]
 
 
 def daemon(script: Script = lambda request: [], *greeting: Answer, **patched: Any) -> Context:
-    """A scripted daemon; `patched` are attributes of the plug-in's client for the time of the
-    case.
-    """
+    """A scripted daemon. patched: attributes of the plug-in's client during the case."""
 
     @contextlib.contextmanager
     def context(process: Process) -> Iterator[Any]:
@@ -214,14 +212,14 @@ def unreadable(process: Process) -> Iterator[None]:
     """The socket's mode forbids it; root, whom no mode stops, asks as nobody."""
     from weightcached.wire import connection as client
 
-    connected = client._connected
+    open_socket = client._open_socket
 
     def as_nobody(path: Path, timeout_s: float) -> Any:
         if os.getuid():
-            return connected(path, timeout_s)
+            return open_socket(path, timeout_s)
         os.seteuid(NOBODY)
         try:
-            return connected(path, timeout_s)
+            return open_socket(path, timeout_s)
         finally:
             os.seteuid(0)
 
@@ -367,7 +365,7 @@ CASES: dict[str, Context] = {
 
 
 def asked_for_digest(process: Process, question: dict[str, Any]) -> dict[str, Any]:
-    """The daemon wants to know what is in the engine's checkpoint. `grown` is in KiB."""
+    """The daemon asks for the engine's digest. `grown` is in KiB."""
 
     def script(request: Request) -> Iterable[Answer]:
         if isinstance(request, Status):
@@ -392,7 +390,7 @@ def asked_for_digest(process: Process, question: dict[str, Any]) -> dict[str, An
 
 @contextlib.contextmanager
 def mapping_is_told(process: Process) -> Iterator[None]:
-    """Building is left out: what the plug-in decided is what counts."""
+    """Nothing is built: only the plug-in's decision matters."""
     from weightcache_loader.ipc_loader import IpcModelLoader
 
     def build(
@@ -454,7 +452,7 @@ def another_engine_in_between(process: Process) -> dict[str, Any]:
 
 
 def failed_engine_leaves_nothing(process: Process) -> dict[str, Any]:
-    """With fallback off a reason is raised; the next engine asks anew and maps."""
+    """With fallback off a reason is raised; the next engine asks again and maps."""
     stub = StubDaemon(process.socket, saying(Absent(reason="not yet")))
     error = ""
     with stub, mapping_is_told(process):

@@ -130,9 +130,7 @@ def mapped_bytes(llm: Any) -> int:
 
 
 def reload_in_place(llm: Any) -> dict[str, Any]:
-    """Build a second model from the same configuration, fill it with load_weights(), compare with a
-    load from disk.
-    """
+    """Build a second model, fill it with load_weights(), compare it with a load from disk."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
@@ -173,9 +171,7 @@ def burst(llm: Any) -> int:
 
 
 def speculation(llm: Any) -> dict[str, Any]:
-    """How many tokens were drafted and accepted since the engine's start; needs
-    disable_log_stats=False.
-    """
+    """Drafted and accepted tokens since the engine's start; needs disable_log_stats=False."""
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     metrics = {
         metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()
@@ -184,7 +180,7 @@ def speculation(llm: Any) -> dict[str, Any]:
 
 
 def draft(llm: Any) -> dict[str, Any]:
-    """What the draft says of its own weights, and which of them are the target's objects."""
+    """The draft's statement about its own weights, and which of them are the target's objects."""
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     runner = executor.driver_worker.worker.model_runner
     # The names of vLLM's two runners for it.
@@ -205,7 +201,7 @@ def reload(llm: Any) -> str:
 
 
 def writes(llm: Any) -> dict[str, str]:
-    """What each way to write into the weights of a running engine is answered with."""
+    """The answer to each way to write into the weights of a running engine."""
 
     def load_weights(worker: Any) -> None:
         weights = [(name, p.clone()) for name, p in worker.get_model().named_parameters()]
@@ -242,7 +238,7 @@ def wake(llm: Any) -> bool:
 
 
 def restore_devices(llm: Any) -> list[str]:
-    """Where a reload would make the tensors of the layers."""
+    """The device on which a reload would make the tensors of the layers."""
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
     layers = [LAYERWISE_INFO.get(module) for module in _model(llm).modules()]
@@ -257,7 +253,7 @@ def tuning(llm: Any) -> dict[str, Any]:
     """By operation, of how many shapes this process's FlashInfer looked for the best kernel, and
     how many it measured.
 
-    What it found stored is not measured.
+    Stored results are not measured again.
     """
     from flashinfer.autotuner import AutoTuner
 

@@ -1,5 +1,4 @@
-"""What vLLM itself makes of layouts: reads a JSON list of engine arguments, prints one answer for
-each.
+"""vLLM's own layouts: reads a JSON list of engine arguments, prints one answer for each.
 
 {"refused": "…"}                                   vLLM's words
 {"plan": […], "groups": […], "places": […]}                    one entry for each local rank, in order:
@@ -73,9 +72,7 @@ def answer(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer on the standard output that this process began with; vLLM's own goes to standard
-    error.
-    """
+    """Answer on the process's first standard output; vLLM's output goes to standard error."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     out.write(json.dumps([answer(engine) for engine in json.load(sys.stdin)]))

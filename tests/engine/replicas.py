@@ -19,7 +19,7 @@ PROMPTS, TOKENS = 3, 16
 
 
 async def decode(llm: Any, replicas: int) -> list[list[list[int]]]:
-    """What each replica decodes."""
+    """The tokens of each replica."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, detokenize=False, ignore_eos=True)

@@ -1,6 +1,4 @@
-"""Broken checkpoints, through the real loader child and through the plug-in: a typed error, soon,
-in little memory.
-"""
+"""Broken checkpoints in loader child and plug-in: a typed error, soon, in little memory."""
 
 from __future__ import annotations
 

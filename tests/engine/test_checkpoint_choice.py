@@ -1,6 +1,4 @@
-"""weightcached.checkpoint.files chooses the files that the installed vLLM's own default loader
-chooses.
-"""
+"""weightcached.checkpoint.files chooses the same files as the installed vLLM's default loader."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def read_by_vllm(made: Path) -> dict[tuple[str, str], list[str]]:
-    """The files of each layout that the default loader reads in each format, in its order; none
-    where it fails.
-    """
+    """The files that the default loader reads, by layout and format, in order; none if it fails."""
     cases = list(itertools.product(LAYOUTS, FORMATS))
     questions = json.dumps([(str(made / layout), load_format) for layout, load_format in cases])
     command = [sys.executable, "-c", ASK_VLLM, str(made / "answers.json")]

@@ -1,6 +1,4 @@
-"""Draft models on the CPU: cached beside their target, mapped by the engine's proposer, right as
-often as from disk.
-"""
+"""Draft models on the CPU: cached beside their target, mapped, and accepted as often as from disk."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ DEVICE = "cpu0"
 # Rotary tables, and what alignment costs.
 SLACK_BYTES = 384 << 10
 DRAFTS = ("eagle3", "mtp")
-# What a draft takes from its target: from its flags, or for MTP, which has none, always.
-OWNERSHIP = {
+# Tensors that a draft takes from its target: by its flags, or always for MTP, which has none.
+OWNERSHIP: dict[str, dict[str, bool | None]] = {
     "eagle3": {"has_own_embed_tokens": False, "has_own_lm_head": True},
     "mtp": {"has_own_embed_tokens": None, "has_own_lm_head": None},
 }
@@ -71,7 +69,7 @@ def without(engine: dict[str, Any], *names: str) -> dict[str, Any]:
 def seen(
     engines: Engines, engine: dict[str, Any], load_format: str = "auto", **loader: Any
 ) -> tuple[Any, Any, Any]:
-    """Tokens, how often the draft was right, and what it has of its own."""
+    """Tokens, how often the draft was right, and its own weights."""
     options = without(engine, "model") | {"disable_log_stats": False}
     if load_format != "auto":
         options["loader"] = {"fallback": False} | loader

@@ -1,6 +1,4 @@
-"""Real vLLM engines on the CPU and the product's unit under a real user manager: the main job, end
-to end.
-"""
+"""Real vLLM engines on the CPU, the product's unit, a real user manager: the main job, end to end."""
 
 from __future__ import annotations
 

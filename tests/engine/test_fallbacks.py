@@ -1,6 +1,4 @@
-"""Every reason against mapping, with real vLLM against a scripted daemon: its wording, its count,
-what happens then.
-"""
+"""Every reason against mapping, with real vLLM and a scripted daemon: text, count, consequence."""
 
 from __future__ import annotations
 
@@ -75,12 +73,12 @@ REASONS: dict[str, tuple[str, str, str]] = {
     "loading": (
         "still-loading", UNAVAILABLE,
         "tiny/target is still loading (weights); raise state_timeout_s to wait longer, 'weightcachectl status' shows "
-        "how far it is",
+        "its progress",
     ),
     "stalled": (
         "stalled", UNAVAILABLE,
         "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 0 s; 'weightcachectl status' shows its "
-        "state, 'journalctl --user' what its loader says",
+        "state, 'journalctl --user' its loader's log",
     ),
     "unsupported-quantization": (
         "unsupported-quantization", QUANT, "model.layers.0.mlp: method Odd sets attribute lut, a numpy.ndarray",
@@ -111,7 +109,7 @@ REASONS: dict[str, tuple[str, str, str]] = {
 CPU_LIMIT_S = 2.0
 WALL_LIMIT_S = 20.0
 OPTIONS: dict[str, dict[str, Any]] = {"loading": {"state_timeout_s": 0.3}}
-# What else is logged: how far a load is, and the traceback of what nobody foresaw.
+# Other log lines: the progress of a load, and the traceback of an unexpected error.
 BESIDE = {"waiting for tiny/target: weights", "attaching failed"}
 
 

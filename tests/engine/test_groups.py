@@ -1,5 +1,4 @@
-"""Ranks that load as a group hold what they hold when each loads alone: real gloo, then two nodes
-in two networks.
+"""Ranks that load as a group hold the same as when each loads alone: real gloo, two networks.
 
 An engine over both nodes then decodes, from either kind of cache, as one rank that loads from disk.
 """
@@ -32,7 +31,7 @@ from tests.engine.conftest import (
 from tests.fakes.drafts import Maker, Shape, write_eagle, write_llama
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
-from weightcached.wire.fetch import read_index
+from weightcached.wire.fetch import fetch_index
 from weightcached.wire.messages import Counters, Status, StatusReply
 
 RANKS = 2
@@ -41,9 +40,9 @@ NODES = ("wc-test-a", "wc-test-b")
 ENDS = ("wc-end-a", "wc-end-b")
 ENGINE_PORT = 29_620
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
-# In float32: ranks add what they computed apart, which in bfloat16 is rounded otherwise than one
+# In float32: ranks add their partial sums, and in bfloat16 these are rounded differently from one
 # rank's.
-ALONE = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32"}
+ALONE: dict[str, Any] = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32"}
 OVER_NODES = ALONE | {"tensor_parallel_size": RANKS, "nnodes": RANKS, "master_addr": ADDRESSES[0]}
 COMMON = {"tensor_parallel_size": 2, "max_model_len": 64, "enforce_eager": True}
 READY_TIMEOUT_S = 180.0
@@ -71,7 +70,7 @@ def test_rank_in_a_group_equals_the_solo_rank(
     seen = []
     for rank in range(RANKS):
         grouped, solo = loaded[rank][role]
-        # Of a draft without embeddings these are whatever the memory held.
+        # In a draft without embeddings these are uninitialised memory.
         compared = [
             {name: what for name, what in found.items() if "embed_tokens" not in name}
             for found in (grouped, solo)
@@ -83,9 +82,7 @@ def test_rank_in_a_group_equals_the_solo_rank(
 
 
 class Node:
-    """One of two nodes of a model: its own network, runtime directory (`home`), manifest and daemon
-    of cpu0.
-    """
+    """One of two nodes of a model: network, runtime directory (`home`), manifest, daemon of cpu0."""
 
     def __init__(self, rank: int, home: Path, engine: dict[str, Any], rendezvous: Any) -> None:
         self.socket = home / "weightcached/cpu0.sock"
@@ -97,10 +94,10 @@ class Node:
         }
         manifest = {"version": 1, "models": [entry | {"rendezvous": rendezvous}]}
         (home / "manifest.yaml").write_text(json.dumps(manifest), encoding="utf-8")
-        command = ["ip", "netns", "exec", NODES[rank], BIN / "weightcached", "serve", "cpu0"]
+        command = ["ip", "netns", "exec", NODES[rank], str(BIN / "weightcached"), "serve", "cpu0"]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--manifest", home / "manifest.yaml"],
+                [*command, "--manifest", str(home / "manifest.yaml")],
                 env=os.environ | ENVIRONMENT | {"XDG_RUNTIME_DIR": str(home)}, stdout=log, stderr=log, cwd=ROOT,
             )  # fmt: skip
 
@@ -126,7 +123,7 @@ class Node:
     def digests(self) -> dict[str, str]:
         """By tensor."""
         directory = self.socket.parent
-        index = read_index(
+        index = fetch_index(
             self.socket.stem, "m/target", for_what="compared", socket_dir=directory, timeout_s=10.0
         )
         return {
@@ -216,9 +213,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hosts(networks: None, homes: list[Path]) -> Iterator[list[Engines]]:
-    """A process in each network that runs its node's part of engines, one after the other: imports
-    are paid once.
-    """
+    """A process in each network that runs its node's engines one after the other: it imports once."""
     found: list[Engines] = []
     with contextlib.ExitStack() as stack:
         for rank, module in enumerate(("host", "headless")):
@@ -248,9 +243,7 @@ def killed_with_children(session: int) -> None:
 
 
 def tokens_of_two_nodes(hosts: list[Engines], model: Path, *, fallback: bool = False) -> Any:
-    """Start an engine whose tensor-parallel ranks are in both networks, and return what it
-    decodes.
-    """
+    """Start an engine with tensor-parallel ranks in both networks; its tokens."""
     engine = OVER_NODES | {
         "model": str(model), "master_port": ENGINE_PORT, "distributed_executor_backend": "mp",
         "load_format": "ipc_cache", "model_loader_extra_config": {"fallback": fallback},
@@ -258,8 +251,8 @@ def tokens_of_two_nodes(hosts: list[Engines], model: Path, *, fallback: bool = F
     for rank, host in enumerate(hosts):
         host.send(engine=engine | {"node_rank": rank})
     answers: dict[str, Any] = {}
-    # Whoever speaks first: one that fails leaves the other waiting.
-    waiting = {host.process.stdout: host for host in hosts}
+    # The first answer: one that fails leaves the other waiting.
+    waiting: dict[Any, Engines] = {host.process.stdout: host for host in hosts}
     while waiting:
         said = select.select(list(waiting), [], [], ANSWER_TIMEOUT_S)[0]
         assert said, "\n".join(host.log()[-3000:] for host in hosts)
@@ -277,9 +270,7 @@ GROUP = {"group": f"{ADDRESSES[0]}:{PORT}", "timeout_s": 120}
 def test_engine_over_two_networks_decodes_as_one_rank_from_disk(
     hosts: list[Engines], homes: list[Path], model: Path
 ) -> None:
-    """From what was loaded solo, from what was loaded in a group, and where one node has no
-    daemon.
-    """
+    """Tokens from solo loads, from group loads, and with one node without a daemon."""
     held = {}
     disk = hosts[0].tokens(model, **ALONE)
     assert len({tuple(tokens) for tokens in disk}) == len(disk), (

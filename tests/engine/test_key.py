@@ -1,5 +1,5 @@
-"""Keys of real vLLM configurations: whatever changes the bytes changes key or skeleton, what is
-harmless does not.
+"""Keys of real vLLM configurations: changes of the bytes show in key or skeleton, harmless ones
+not.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     return names | ({SKELETON} if one["skeleton"] != other["skeleton"] else set())
 
 
-# What is changed: engine arguments, environment, and the fields that must tell.
+# The changes: engine arguments, environment, and the fields that must differ.
 ALTERING: dict[str, tuple[dict[str, Any], dict[str, str], set[str]]] = {
     "dtype": ({"dtype": "float32"}, {}, {"dtype", SKELETON}),
     "rope theta": (
@@ -169,7 +169,7 @@ HARMLESS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "format that reads the same files": ({"load_format": "safetensors"}, {}),
     "log level": ({}, {"VLLM_LOGGING_LEVEL": "DEBUG"}),
     "port": ({}, {"VLLM_PORT": "18765"}),
-    "a default, said aloud": ({}, {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MLA_DISABLE": "0"}),
+    "a default, set explicitly": ({}, {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MLA_DISABLE": "0"}),
     "a variable of another platform": ({}, {"VLLM_ROCM_MOE_PADDING": "0"}),
     "layer partition without a pipeline": ({}, {"VLLM_PP_LAYER_PARTITION": "4"}),
 }
@@ -200,7 +200,7 @@ def test_our_load_format_asks_for_what_a_load_from_disk_loads(
 def test_batches_are_as_large_by_default_as_those_of_vllm_serve(
     keys: Keys, checkpoints: dict[str, Path]
 ) -> None:
-    # With two ranks: with one, vLLM's defaults on the CPU are the same for whoever asks.
+    # With two ranks: with one, vLLM's defaults on the CPU are the same for all callers.
     sizes = keys.ask(batches={"model": str(checkpoints["dense"]), "tensor_parallel_size": 2})
     assert sizes["ours"] == sizes["served"]
 

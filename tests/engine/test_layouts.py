@@ -1,6 +1,4 @@
-"""Engines of several ranks, each in a process of its own: what they map decodes as one rank that
-loads from disk.
-"""
+"""Engines of several ranks, one process each: mapped, they decode as one rank from disk."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from bench.checkpoints import llama_config, with_experts, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ROOT, Engines, Service
 from tests.engine.replicas import PROMPTS, TOKENS
 
-# Engine arguments by model. In float32, since the ranks of a mixture add what they computed apart:
-# in bfloat16 that sum is rounded otherwise than one rank's.
+# Engine arguments by model. In float32, because the ranks of a mixture add partial sums, and in
+# bfloat16 these are rounded differently from one rank's.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dense": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
     "mixture": {"data_parallel_size": 2, "enable_expert_parallel": True, "dtype": "float32"},
@@ -67,7 +65,7 @@ def serving(service: Service, models: dict[str, Path]) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def attached(serving: Service, models: dict[str, Path]) -> tuple[dict[str, Any], str]:
-    """What each replica decodes, by model, and the log; the engines run one after the other."""
+    """The tokens of each replica, by model, and the log; the engines run one after the other."""
     questions = [
         {"engine": {
             "model": str(models[name]), "load_format": "ipc_cache", "model_loader_extra_config": {"fallback": False},

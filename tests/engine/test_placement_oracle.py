@@ -95,7 +95,7 @@ def test_ranks_are_those_that_vllm_assigns(
         assert [[p.local, p.dp_rank, p.pp_rank, p.tp_rank] for p in ours] == answer["plan"], engine
         assert [p.local for p in ours] == answer["places"], engine
         if has_experts:
-            # Layers always have an expert group; what it says counts only with expert parallelism.
+            # Layers always have an expert group; it matters only with expert parallelism.
             seen = [
                 [*group[:4], group[4] if layout.ep_size > 1 else 0] for group in answer["groups"]
             ]

@@ -1,6 +1,4 @@
-"""Quantizations and architectures that the CPU engine runs: what is attached decodes as what is
-loaded from disk.
-"""
+"""Quantizations and architectures of the CPU engine: attached ones decode as those from disk."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from tests.engine.conftest import Engines, Service
 # int8: one scale per channel, activations quantized on the way; the others: 4-bit weights in
 # groups.
 METHODS = ("int8", "awq", "gptq", "w4a16")
-# What vLLM multiplies the 4-bit ones with; its library for processors without AVX-512 has no such
-# operator, so that engines end at their first forward pass, from disk too.
+# vLLM's operator for 4-bit weights. Its library for processors without AVX-512 lacks it, so engines
+# end at their first forward pass, from disk too.
 OPERATOR = dict.fromkeys(("awq", "gptq", "w4a16"), "cpu_gemm_wna16")
 # Experts, and multi-head latent attention with experts beside dense layers.
 ARCHITECTURES = ("qwen3-moe", "deepseek")
-# What one start of the unit loads.
+# The models of one start of the unit.
 GROUPS = {"first": METHODS[:3], "second": (*METHODS[3:], *ARCHITECTURES)}
 DEVICE = "cpu0"
 
@@ -48,9 +46,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def serve(service: Service, checkpoints: dict[str, Path]) -> Iterator[Callable[[str], None]]:
-    """Have a group's models served beside those before, all on one device: the key picks the
-    cache.
-    """
+    """Serve a group's models beside the others, all on one device: the key picks the cache."""
     served: list[str] = []
 
     def serve(group: str) -> None:

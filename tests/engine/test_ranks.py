@@ -17,7 +17,7 @@ import pytest
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
 
-# What one rank meets, from the first step to the last, and the code of its reason.
+# The fault of one rank, from the first step to the last, and the code of its reason.
 FAULTS = {
     "unforeseen-while-asking": "attach-failed",
     "checkpoint": "checkpoint",

@@ -1,7 +1,7 @@
 """Real vLLM engines that start parked, take new weights, and are asked to write into mapped ones.
 
-A CPU engine cannot sleep: it parks without giving memory back. What sleeping does on a GPU is in
-bench/sleep.py, its mechanism in tests/unit (test_kv_scratch.py, test_mapped.py).
+A CPU engine cannot sleep: it parks without giving memory back. bench/sleep.py measures sleep on a
+GPU, tests/unit has its mechanism (test_kv_scratch.py, test_mapped.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.engine.conftest import Engines, Service
 from tests.engine.test_end_to_end import entry, serving
 
-FLOAT = {"dtype": "float32"}
+FLOAT: dict[str, Any] = {"dtype": "float32"}
 REFUSED = (
     "SharedWeightsError: {}() would write into weights that other engines map: use mode 'copy' "
 )
@@ -22,7 +22,7 @@ REFUSED = (
 
 @pytest.fixture(scope="module")
 def disk(engines: Engines, models: dict[str, Path]) -> Any:
-    """What the model decodes when it is loaded from disk."""
+    """The model's tokens from disk."""
     return engines.tokens(models["tied"], **FLOAT)
 
 

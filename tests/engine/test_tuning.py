@@ -1,6 +1,4 @@
-"""FlashInfer's autotuning in the loader: vLLM's own function and CPU runner on the mapped
-generation, a fake tuner.
-"""
+"""FlashInfer's autotuning in the loader: vLLM's function and CPU runner, a fake tuner."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ class Tuned(DaemonProcess):
 
     @property
     def files(self) -> dict[Path, Any]:
-        """What was written, by place."""
+        """The files written, by directory."""
         return {
             path: json.loads(path.read_text())
             for path in (self.directory / "tuned").rglob("*.json")
@@ -47,7 +45,7 @@ class Tuned(DaemonProcess):
 
     @property
     def expected(self) -> dict[str, Path]:
-        """Where engines will look, by cache."""
+        """The directories in which engines look, by cache."""
         lines = (self.directory / "expected").read_text().splitlines()
         return {cache: Path(path) for cache, path in (line.split(" ", 1) for line in lines)}
 

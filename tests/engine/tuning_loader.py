@@ -1,8 +1,8 @@
 """The loader child on a machine that passes for one with FlashInfer: vLLM's own tuning, its CPU
 runner, a fake tuner.
 
-Before it loads, it writes down where an engine with the job's arguments will look for what was
-tuned: to the file in TUNING_EXPECTED, a line for each model. TUNING_FAILS in a model's path makes
+Before it loads, it writes the place in which an engine with the job's arguments looks for tuning
+results: to the file in TUNING_EXPECTED, a line for each model. TUNING_FAILS in a model's path makes
 its tuning fail.
 """
 
@@ -26,7 +26,7 @@ from weightcached.vllm_compat import tuning
 from weightcached.wire.loader_job import decode_job
 
 
-class Runner(CPUModelRunner):  # type: ignore[misc]
+class Runner(CPUModelRunner):
     """The CPU's runner, given a model as the GPU's are."""
 
     def load_model(self, *, model: Any) -> None:

@@ -1,10 +1,11 @@
-"""The plug-in in a process with real vLLM, against a real daemon, on a device whose memory is told by the test: one
-question and one answer per line.
+"""The plug-in in a process with real vLLM, against a real daemon, on a device whose memory the test
+defines: one question and one answer per line.
 
     {"options": {…}, "total": 100, "free": 80, "utilization": 0.92}
 
-An engine starts on a GPU with these numbers, up to vLLM's own check of its memory (request_memory). The answer has
-what vLLM gave it, what was logged, and the error that ended it. The CPU's workers have no such check.
+An engine starts on a GPU with these numbers, up to vLLM's own check of its memory (request_memory).
+The answer has the bytes that vLLM gave it, the log, and the error that ended it. The CPU's workers
+have no such check.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import pytest
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, Engines, checkpoint
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 
-ENGINE = {"enforce_eager": True, "max_model_len": 256}
+ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256}
 UTILIZATION = 0.92
 
 
@@ -113,7 +113,7 @@ def setup() -> Iterator[Setup]:
 
 @pytest.fixture
 def serving(setup: Setup) -> Setup:
-    """The daemon is up, whatever the test before did to it."""
+    """A running daemon, also after a test that killed it."""
     if setup.daemon.process is None or setup.daemon.process.poll() is not None:
         setup.daemon.launch(keep_store=True)
         until(setup.daemon.is_ready, "both models are resident")

@@ -1,6 +1,4 @@
-"""Small real checkpoints on disk, and the identity and key that a loader makes of one.
-Torch-free.
-"""
+"""Small real checkpoints on disk, and a loader's identity and key of one. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +8,11 @@ from typing import Any
 
 import msgspec
 
-from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
+from weightcached.checkpoint.identity import (
+    CheckpointIdentity,
+    record_checkpoint,
+    with_sample,
+)
 from weightcached.index.key import WeightCacheKey
 
 WEIGHTS = "model.safetensors"
@@ -22,25 +24,22 @@ def write_checkpoint(directory: Path, *, seed: int = 1, nbytes: int = 3 * MIB) -
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
     block = hashlib.shake_256(b"weights %d" % seed).digest(64 * 1024)
-    (directory / WEIGHTS).write_bytes((block * (nbytes // len(block) + 1))[:nbytes])
+    header = _header(nbytes)
+    data = (block * (nbytes // len(block) + 1))[: nbytes - len(header)]
+    (directory / WEIGHTS).write_bytes(header + data)
     return directory
 
 
+def _header(nbytes: int) -> bytes:
+    """A safetensors header of 128 bytes, of one tensor that fills the rest of the file."""
+    end = nbytes - 128
+    entry = b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (end, end)
+    return (120).to_bytes(8, "little") + entry.ljust(120)
+
+
 def identity_of(directory: Path) -> CheckpointIdentity:
-    """The record of the weight files; its sample digest covers the first 4 KiB."""
-    path = directory / WEIGHTS
-    info = path.stat()
-    record = FileRecord(
-        name=WEIGHTS,
-        device=info.st_dev,
-        inode=info.st_ino,
-        size=info.st_size,
-        mtime_ns=info.st_mtime_ns,
-        ctime_ns=info.st_ctime_ns,
-    )
-    with open(path, "rb") as f:
-        sample = hashlib.sha256(f.read(4096)).hexdigest()
-    return CheckpointIdentity(root=str(directory), files=[record], sample=sample)
+    """The record of the weight files, with its sample digest."""
+    return with_sample(record_checkpoint(str(directory)))
 
 
 def key_of(engine: dict[str, Any], *, role: str = "target", rank: int = 0) -> WeightCacheKey:
@@ -57,7 +56,7 @@ def key_of(engine: dict[str, Any], *, role: str = "target", rank: int = 0) -> We
     )
 
 
-def with_checkpoint(key: WeightCacheKey, **changes: str) -> WeightCacheKey:
+def with_checkpoint(key: WeightCacheKey, **changes: Any) -> WeightCacheKey:
     """The key with digests of its checkpoint set or removed."""
     return msgspec.structs.replace(
         key, checkpoint=msgspec.structs.replace(key.checkpoint, **changes)

@@ -1,6 +1,4 @@
-"""A peer of the daemon in a few blocking lines, without manners: it can also be silent, wrong or
-hostile.
-"""
+"""A peer of the daemon in a few blocking lines, which can also be silent, wrong or hostile."""
 
 from __future__ import annotations
 
@@ -135,7 +133,7 @@ class Client:
 
 
 def reload(path: Path) -> int:
-    """What ExecReload= runs in the units of the tests: reload, wait, fail if any cache failed."""
+    """ExecReload= in the units of the tests: reload, wait, fail if any cache failed."""
     with Client.welcome(path, "ctl") as client:
         reply = client.ask(Reload())
         while isinstance(reply, Progress):

@@ -1,6 +1,4 @@
-"""Programs on PATH that log how they were called and answer as the test says, e.g. instead of
-systemctl.
-"""
+"""Programs on PATH that log their calls and answer as scripted, e.g. instead of systemctl."""
 
 from __future__ import annotations
 
@@ -8,9 +6,7 @@ from pathlib import Path
 
 
 class Commands:
-    """A directory to put in front of PATH. What is not answered ends with status 1 and says
-    nothing.
-    """
+    """A directory to put in front of PATH. An unscripted call ends with status 1, silently."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

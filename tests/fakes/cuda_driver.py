@@ -2,10 +2,10 @@
 their state.
 
 Physical memory is a memfd, so an exported descriptor is real: it travels over sockets, pins the
-memory in any process, and another FakeDriver imports it. What the real driver answers with an
-error, or leaves undefined, is answered with an error here: wrong orders, double releases, ranges
-that do not fit, calls without a context. Values come back as cuda.bindings gives them: a tuple of
-CUresult and objects that int() turns into numbers.
+memory in any process, and another FakeDriver imports it. Calls that the real driver refuses, or
+leaves undefined, are refused here: wrong orders, double releases, ranges that do not fit, calls
+without a context. Values come back as cuda.bindings gives them: a tuple of CUresult and objects
+that int() turns into numbers.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class FakeGpu:
 
 
 class Live(NamedTuple):
-    """What exists now. descriptors are this process's open exported ones; contexts are retained
-    references.
+    """The objects that exist now. descriptors: this process's open exported ones; contexts:
+    retained references.
 
     blocks are what torch's allocator holds, locked are page-locked blocks of host memory.
     """
@@ -190,9 +190,7 @@ class _Mapping:
 def _call(
     *, initialised: bool = True, context: bool = False, values: int = 1
 ) -> Callable[..., Any]:
-    """Make a method a driver function: counted, with injected faults, errors as results, values in
-    a tuple.
-    """
+    """Make a method a driver function: counted, with injected faults and results in a tuple."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         @wraps(function)
@@ -215,7 +213,7 @@ def _require(condition: bool, result: CUresult = CUresult.CUDA_ERROR_INVALID_VAL
 
 
 class FakeDriver:
-    """One process's view of the driver. Pass it where cuda.bindings.driver is expected.
+    """One process's view of the driver. Pass it in place of cuda.bindings.driver.
 
     Several in one process are as several processes on one machine: they share the GPU's memory,
     nothing else.
@@ -247,7 +245,7 @@ class FakeDriver:
     def __del__(self) -> None:
         self.die()
 
-    # ---- what tests ask and do
+    # ---- for tests
 
     def fail(
         self, name: str, *, nth: int = 1, result: CUresult = CUresult.CUDA_ERROR_INVALID_VALUE
@@ -275,7 +273,7 @@ class FakeDriver:
         self._running.append((address, nbytes))
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """What a kernel reads. Raises IllegalAddress."""
+        """Read as a kernel does. Raises IllegalAddress."""
         return b"".join(
             os.pread(fd, n, offset) for fd, offset, n in self._touched(address, nbytes, 1)
         )
@@ -302,9 +300,7 @@ class FakeDriver:
             os.close(block.fd)
 
     def die(self) -> None:
-        """End like a killed process: everything but exported descriptors is gone, calls are too
-        late.
-        """
+        """End like a killed process: only exported descriptors stay, further calls fail."""
         self._dead = True
         for fd in self._internal_fds():
             os.close(fd)
@@ -609,9 +605,7 @@ class FakeDriver:
         return set().union(*(driver._internal_fds() for driver in self.instances))
 
     def _used_bytes(self) -> int:
-        """Bytes of all allocations that a handle, mapping or descriptor keeps alive, each counted
-        once.
-        """
+        """Bytes of all allocations that a handle, mapping or descriptor keeps alive."""
         stats = [os.fstat(fd) for fd in _allocation_fds()]
         return sum({stat.st_ino: stat.st_size for stat in stats}.values())
 
@@ -628,9 +622,7 @@ class DeviceArrayLike(Protocol):
 
 
 class TorchMemory:
-    """Memory of torch's allocator, given back when nothing refers to it any more. Its own
-    DeviceArrayLike.
-    """
+    """Memory of torch's allocator, freed with its last reference. Its own DeviceArrayLike."""
 
     def __init__(self, driver: FakeDriver, nbytes: int, ordinal: int) -> None:
         self._driver = driver
@@ -647,9 +639,7 @@ class TorchMemory:
 
 
 class FakeTensor:
-    """Stands for a torch tensor over device memory: refers to what it was made from, as do its
-    views.
-    """
+    """Stands for a torch tensor over device memory: it and its views refer to their source."""
 
     def __init__(self, driver: FakeDriver, array: DeviceArrayLike) -> None:
         self._driver = driver
@@ -667,7 +657,7 @@ class FakeTensor:
 
     @property
     def owner(self) -> object:
-        """What keeps the memory mapped."""
+        """The object that keeps the memory mapped."""
         return self._array.owner
 
     def data_ptr(self) -> int:

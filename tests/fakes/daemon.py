@@ -1,6 +1,4 @@
-"""A daemon of cpuN as a real process with its own runtime directory, manifest, and a manager's
-socket to report to.
-"""
+"""A daemon of cpuN as a real process, with runtime directory, manifest and a manager's socket."""
 
 from __future__ import annotations
 
@@ -26,6 +24,8 @@ from weightcached.wire.messages import StatusReply
 ROOT = Path(__file__).resolve().parents[2]
 LOADER = f"{shlex.quote(sys.executable)} -m tests.fakes.loader_child"
 BOUND_S = 30.0
+# The tree first; what else is there may hold the packages that this interpreter has.
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -33,13 +33,13 @@ def environment(**extra: str) -> dict[str, str]:
     env = {
         k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))
     }
-    return {**env, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **extra}
+    return {**env, "PYTHONPATH": PYTHONPATH, "PYTHONDONTWRITEBYTECODE": "1", **extra}
 
 
-def write_manifest(path: Path, models: list[dict[str, Any]]) -> None:
+def write_manifest(path: Path, models: list[dict[str, Any]], **keys: Any) -> None:
     """Write the manifest as an editor does: the daemon never sees half of it."""
     part = path.with_suffix(".part")
-    part.write_text(yaml.safe_dump({"version": 1, "models": models}))
+    part.write_text(yaml.safe_dump({"version": 1, "models": models, **keys}))
     part.replace(path)
 
 
@@ -57,9 +57,7 @@ def until(condition: Callable[[], bool], what: str, *, bound_s: float = BOUND_S)
 
 
 class ManagerSocket:
-    """The receiving end of NOTIFY_SOCKET, served by a thread: keeps stored descriptors by name,
-    answers barriers.
-    """
+    """The receiving end of NOTIFY_SOCKET, in a thread: keeps descriptors by name, answers barriers."""
 
     def __init__(self, path: str, stored: dict[str, int] | None = None) -> None:
         self.address = path
@@ -105,9 +103,7 @@ class ManagerSocket:
             os.close(fd)
 
     def wait_for(self, word: str, ended: Callable[[], bool]) -> str | None:
-        """The next state with `word` in it, of those not waited for yet; None if the sender has
-        `ended` without it.
-        """
+        """The next unread state with `word` in it; None if the sender has `ended` without one."""
         deadline_s = time.monotonic() + BOUND_S
         with self._news:
             while True:
@@ -134,9 +130,7 @@ class ManagerSocket:
 
 
 class DaemonProcess:
-    """`weightcached serve` with the test's loader. `log` is read from a file, so it survives the
-    process.
-    """
+    """`weightcached serve` with the test's loader. `log` comes from a file, so it survives."""
 
     def __init__(
         self, directory: Path, models: list[dict[str, Any]] | None = None, *, device: str = "cpu0"
@@ -158,8 +152,8 @@ class DaemonProcess:
             write_manifest(self.manifest, models)
 
     def launch(self, *, keep_store: bool = False) -> Self:
-        """Start the process and return at once. `keep_store`: it is passed what the manager has, as
-        at a restart.
+        """Start the process, do not wait. keep_store: pass the manager's descriptors, as at a
+        restart.
         """
         stored: dict[str, int] = {}
         if self.manager is not None:
@@ -228,9 +222,7 @@ class DaemonProcess:
             return client.status()
 
     def is_ready(self) -> bool:
-        """Whether it serves all its caches; a socket that is not there yet, or not listened on, is
-        no error.
-        """
+        """Whether it serves all its caches; a socket that does not answer yet is not an error."""
         status = self.answer()
         return status is not None and status.state == "ready"
 
@@ -267,7 +259,7 @@ class DaemonProcess:
         return self.wait()
 
     def descriptors(self) -> list[str]:
-        """What the daemon's descriptors are open on."""
+        """The targets of the daemon's open descriptors."""
         found = []
         for fd in Path(f"/proc/{self.pid}/fd").iterdir():
             # One that has just been closed is not counted.
@@ -281,3 +273,18 @@ class DaemonProcess:
             self.process.wait()
         if self.manager is not None:
             self.manager.close()
+
+
+def loaders_of(pid: int) -> list[int]:
+    """The daemon's children, but for the one that makes digests."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if not makes_digests(int(child))]
+
+
+def makes_digests(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True  # it has ended
+    # Empty: it is ending.
+    return not command or b"weightcached.checkpoint.identity" in command

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from bench.checkpoints import llama_config
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
-# How much the layers add to what passes by them.
+# How much the layers add to the residual stream.
 _TARGET_GAIN, _DRAFT_GAIN = 0.15, 0.1
 
 
@@ -45,9 +45,7 @@ class Shape(NamedTuple):
 
 
 class Maker:
-    """Values by name: the same name has the same values whatever else is made. `device` is where
-    they are drawn.
-    """
+    """Values by name: the same name always has the same values. device: where they are drawn."""
 
     def __init__(self, shape: Shape, seed: int = 0, device: str = "cpu") -> None:
         self.shape, self._seed, self._device = shape, seed, device
@@ -110,9 +108,7 @@ class Maker:
         yield "lm_head.weight", self.head()
 
     def passing(self, name: str, *gains: float) -> torch.Tensor:
-        """Takes several hidden states side by side to one: the sum by these gains, and a little
-        noise.
-        """
+        """Reduces hidden states side by side to one: their sum by these gains, and a little noise."""
         eye = torch.eye(self.shape.hidden)
         noise = self.normal(name, self.shape.hidden, self.shape.hidden * len(gains), gain=0.1)
         return torch.cat([eye * gain for gain in gains], dim=1) + noise
@@ -165,9 +161,7 @@ class Maker:
 
 
 def write(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """Write config.json and one file of weights, floating point tensors in the configuration's
-    dtype.
-    """
+    """Write config.json and one file of weights, floats in the configuration's dtype."""
     path.mkdir(parents=True)
     dtype = getattr(torch, config["torch_dtype"])
     values = {
@@ -186,18 +180,14 @@ def write_llama(path: Path, maker: Maker) -> Path:
 
 
 def write_eagle(path: Path, maker: Maker, *, own_embedding: bool = False) -> Path:
-    """An EAGLE head; it uses the target's lm_head, and the target's embeddings if it has none of
-    its own.
-    """
+    """An EAGLE head with the target's lm_head, and the target's embeddings if it has none."""
     return write(
         path, maker.shape.config(num_hidden_layers=1), maker.eagle(own_embedding=own_embedding)
     )
 
 
 def write_eagle3(path: Path, maker: Maker) -> Path:
-    """An EAGLE3 head with its own, smaller vocabulary and lm_head; it uses the target's
-    embeddings.
-    """
+    """An EAGLE3 head with its own, smaller vocabulary and lm_head; the target's embeddings."""
     shape = maker.shape
     config = shape.config(
         architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, num_key_value_heads=shape.heads,

@@ -1,11 +1,10 @@
-"""An engine as a process of its own: attaches, maps the segments, says so on standard output, and
-stays.
+"""An engine as a process of its own: attaches, maps the segments, prints a line, and stays.
 
     python -m tests.fakes.engine SOCKET CHECKPOINT [--shared-socket]
 
 With --shared-socket a child process keeps the connection open when the engine dies; it ends with
-the connection. Each line on its standard input is answered by the digest of what is mapped; it ends
-when the input does.
+the connection. It answers each line on its standard input with the digest of the mapped bytes, and
+ends with the input.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The daemon on a machine whose wall clock jumps by years, forwards and backwards, each time
-somebody looks.
-"""
+"""The daemon on a machine whose wall clock jumps by years, back and forth, at each look."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ YEAR_S = 365 * 86400.0
 
 def main() -> None:
     real, jumps = time.time, itertools.cycle((0.0, 10 * YEAR_S, -10 * YEAR_S))
-    # What counts in the log is one of those who look.
+    # Log lines look at the clock too.
     time.time = lambda: real() + next(jumps)
     from weightcached.cli.weightcached import main as cli
 

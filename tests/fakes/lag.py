@@ -1,8 +1,7 @@
 """Run the daemon with a clock on its event loop: `python -m tests.fakes.lag serve …`.
 
-How long a turn of the loop takes tells what a fault of ours costs everybody else. Seen from outside
-it cannot be told from a machine that is busy; in here the processor time of the loop's own thread
-can.
+The length of the loop's turns shows the cost of our faults for everybody else. From outside it
+looks like a busy machine; in here the processor time of the loop's own thread tells them apart.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-# A file to which turns that cost more than NOTED_CPU_S are appended, whatever becomes of the
-# process afterwards.
+# A file to which turns above NOTED_CPU_S are appended at once, so that it survives the process.
 VARIABLE = "WEIGHTCACHED_TEST_LAG"
 NOTED_CPU_S = 0.003
 
@@ -82,8 +80,8 @@ class Clock:
             if took_s > self._worst[1]:
                 self._worst = repr(getattr(callback, "__self__", callback))[:300], took_s
 
-        selectors.EpollSelector.select = timed_select  # type: ignore[method-assign]
-        asyncio.events.Handle._run = timed_run  # type: ignore[attr-defined]
+        setattr(selectors.EpollSelector, "select", timed_select)  # noqa: B010
+        setattr(asyncio.events.Handle, "_run", timed_run)  # noqa: B010
 
     def _turn_ends(self) -> None:
         if self._began is not None:

@@ -1,6 +1,4 @@
-"""A loader child that makes a model's worth of host segments in a second: x_tensors tensors of
-x_nbytes in all.
-"""
+"""A loader child that makes large host segments in a second: x_tensors tensors, x_nbytes in all."""
 
 from __future__ import annotations
 

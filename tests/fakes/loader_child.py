@@ -1,10 +1,10 @@
 """A loader child without vLLM: same job, same messages, real sealed segments with the checkpoint's
 bytes.
 
-What goes wrong is chosen by name through the engine arguments, so that one manifest holds healthy
-and faulty models:
+Engine arguments name the fault, so that one manifest holds healthy and faulty models:
 
     x_fault: NAME          one of FAULTS below, in the phase that its name says
+    x_until: PATH          … and only while there is no PATH
     x_gate: PATH           before packing, wait until PATH can be opened for reading (a FIFO that the test opens)
     x_gate_before_key: …   the same before the key is sent
     x_pauses: PATH         a directory of tests/fakes/pauses.py: wait in each phase that is armed there
@@ -59,6 +59,8 @@ class Child:
         self.job = job
         self.sock = socket.socket(fileno=job.socket_fd)
         self.fault = job.engine.get("x_fault", "")
+        if os.path.exists(job.engine.get("x_until", "")):
+            self.fault = ""
         self.began_s = time.monotonic()
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:

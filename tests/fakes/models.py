@@ -1,6 +1,4 @@
-"""Model trees without vLLM, and the way of one from a loaded model to segments, an index and an
-attached model.
-"""
+"""Model trees without vLLM, and the way from a loaded model to segments, index and attached model."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ RunHooks = Callable[[Any], None]
 
 
 class AfterBinding:
-    """Post-processing that is one function, run after binding whatever the plans are."""
+    """Post-processing by one function, run after binding with any plans."""
 
     def __init__(self, run: RunHooks) -> None:
         self._run = run
@@ -65,9 +63,7 @@ def an_index(
     skeleton: str = "",
     **changed: Any,
 ) -> TensorIndex:
-    """A tensor index of cpu0, by default of one segment, one storage of 4096 bytes and no
-    tensor.
-    """
+    """A tensor index of cpu0; by default one segment, one storage of 4096 bytes, no tensor."""
     fields: dict[str, Any] = {
         "software": "test",
         "backend": "host",
@@ -91,9 +87,7 @@ def an_index(
 
 @dataclass(frozen=True)
 class Packed:
-    """A model as its loader leaves it: what it looked like, its index as decoded, and its segments'
-    descriptors.
-    """
+    """A model as its loader leaves it: its snapshot, its decoded index, its segments' descriptors."""
 
     loaded: proof.ModelSlots
     index: TensorIndex
@@ -102,9 +96,7 @@ class Packed:
 
     @classmethod
     def of(cls, build: Build, change: Callable[[Any], object] = lambda model: None) -> Self:
-        """Build, change as post-processing would, and pack. `build` is called on the meta device
-        for engines.
-        """
+        """Build, post-process, and pack. `build` is called on the meta device for engines."""
         model = build()
         change(model)
         return cls.of_loaded(model, build)
@@ -179,9 +171,7 @@ def on_meta(build: Build) -> nn.Module:
 
 
 def random_bytes(tensor: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Fill the whole storage below a tensor with reproducible bytes, whatever its dtype. Returns
-    the tensor.
-    """
+    """Fill the storage below a tensor of any dtype with reproducible bytes. Returns the tensor."""
     if tensor.is_meta:
         return tensor
     memory = bytes_below(tensor)

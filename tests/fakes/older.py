@@ -1,6 +1,4 @@
-"""The daemon and the loader as of a version with an older index format, as an upgrade finds them in
-the store.
-"""
+"""Daemon and loader of a version with an older index format, as before an upgrade."""
 
 from __future__ import annotations
 

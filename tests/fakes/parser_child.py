@@ -1,6 +1,4 @@
-"""vLLM's parser without vLLM, for `weightcached preload`: --some-key VALUE becomes some_key, VALUE
-read as JSON.
-"""
+"""A parser without vLLM for `weightcached preload`: --some-key VALUE becomes some_key, as JSON."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Pauses:
         return (self.directory / f"{phase}.reached").exists()
 
     def let_go(self, phase: str, ended: Callable[[], bool]) -> None:
-        """Let whoever waits in the phase go on; nobody does if the process has `ended`."""
+        """Let the process that waits in the phase go on; there is none if it has `ended`."""
         deadline_s = time.monotonic() + _BOUND_S
         while not ended():
             try:
@@ -48,8 +48,7 @@ class Pauses:
 def at(directory: str | None, phase: str) -> None:
     """The process's side: wait here if the phase is armed, the first time only.
 
-    Whoever came here again before let_go() has removed the FIFO would wait for a writer that never
-    comes.
+    A second wait before let_go() has removed the FIFO would wait for a writer that never comes.
     """
     if directory is None:
         return

@@ -28,7 +28,7 @@ NAME = "weightcached-test"
 
 
 class Kernel:
-    """What a hook makes and a layer computes with."""
+    """An object that a hook makes and a layer computes with."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -39,7 +39,7 @@ class Kernel:
         return f"Kernel({tuple(self.weight.shape)})"
 
 
-class Method(LinearMethodBase):  # type: ignore[misc]
+class Method(LinearMethodBase):
     """Keeps weights as vLLM's unquantized layers do."""
 
     def create_weights(
@@ -82,9 +82,7 @@ class Turning(Method):
 
 
 class Counting(Turning):
-    """The same, and counts elements that it can only see with memory: a value to be restored after
-    the replay.
-    """
+    """The same, and counts elements, which needs memory: a value to restore after the replay."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         layer.counted = 0 if layer.weight.is_meta else int((layer.weight != 0).sum())
@@ -96,9 +94,7 @@ class OtherKernel(Kernel):
 
 
 class Branching(Turning):
-    """Makes another object without memory than with it: nothing that a replay can be trusted
-    with.
-    """
+    """Makes different objects with and without memory: a replay cannot be trusted with it."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         kind = OtherKernel if layer.weight.is_meta else Kernel
@@ -129,9 +125,7 @@ class MeasuringKernel(Measuring):
 
 
 class InPlace(Method):
-    """Says that it runs on processed weights, but writes into what it has made before: not for
-    `rerun`.
-    """
+    """Declares that it runs on processed weights, but writes into them: not for `rerun`."""
 
     supports_pre_processed_weights = True
 
@@ -149,7 +143,7 @@ class InPlace(Method):
         return nn.functional.linear(x, layer.doubled, bias) / 2
 
 
-class Embedding(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+class Embedding(UnquantizedEmbeddingMethod):
     """Without the CPU's repacking into handles."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -168,10 +162,8 @@ METHODS = {
 
 
 @register_quantization_config(NAME)
-class Config(QuantizationConfig):  # type: ignore[misc]
-    """quantization_config of a checkpoint: {"quant_method": NAME, "methods": {"qkv_proj":
-    "Turning", …}}.
-    """
+class Config(QuantizationConfig):
+    """A checkpoint's quantization_config: {"quant_method": NAME, "methods": {"qkv_proj": …}}."""
 
     def __init__(self, methods: dict[str, str]) -> None:
         super().__init__()

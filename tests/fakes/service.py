@@ -13,14 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
 from tests.fakes.daemon import BOUND_S, ROOT, ManagerSocket, environment, until
-from weightcached.engine.control import EngineError, ask_once
+from weightcached.errors import EngineError
+from weightcached.wire.services import ask_service
 
 MODULE = "tests.fakes.engine_service"
 
@@ -32,18 +33,27 @@ def free_port() -> int:
 
 
 class ServiceProcess:
-    """`weightcached engine chat` with fake engines. `arguments` are the engine's in the manifest,
-    `entry` what else stands there.
+    """`weightcached engine NAME` with fake engines. `entry` is what stands in the manifest, beside
+    the entries of `others`.
     """
 
-    def __init__(self, directory: Path, **entry: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        name: str = "chat",
+        others: Sequence[ServiceProcess] = (),
+        **entry: Any,
+    ) -> None:
+        self.name = name
+        self.others = others
         self.directory = directory
         self.runtime = directory / "run"
         self.manifest = directory / "manifest.yaml"
-        self.log_path = directory / "service.log"
-        self.home = self.runtime / "engines/chat"
+        self.log_path = directory / f"{name}.log"
+        self.home = self.runtime / "engines" / name
         self.port = free_port()
-        self.entry = {"name": "chat", "model": "tiny", "listen": f"127.0.0.1:{self.port}", **entry}
+        self.entry = {"name": name, "model": "tiny", "listen": f"127.0.0.1:{self.port}", **entry}
         self.module = MODULE
         self.env: dict[str, str] = {}
         self.manager: ManagerSocket | None = None
@@ -56,7 +66,8 @@ class ServiceProcess:
 
     def write_manifest(self, **changed: Any) -> None:
         self.entry |= changed
-        document = {"version": 1, "models": [self.model], "engines": [self.entry]}
+        engines = [self.entry, *(other.entry for other in self.others)]
+        document = {"version": 1, "models": [self.model], "engines": engines}
         self.manifest.write_text(yaml.safe_dump(document))
 
     def launch(self, *, keep_store: bool = True) -> Self:
@@ -68,9 +79,9 @@ class ServiceProcess:
             if keep_store:
                 stored, self.manager.stored = self.manager.stored, {}
             self.manager.close()
-        name = f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}"
-        self.manager = ManagerSocket(name, dict(stored))
-        command = [sys.executable, "-m", "weightcached", "engine", "chat"]
+        address = f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}"
+        self.manager = ManagerSocket(address, dict(stored))
+        command = [sys.executable, "-m", "weightcached", "engine", self.name]
         if stored:
             passed = ",".join(f"{fd}={name}" for name, fd in stored.items())
             command = [sys.executable, "-m", "tests.fakes.with_store", passed, *command]
@@ -98,7 +109,7 @@ class ServiceProcess:
         return self.log_path.read_text()
 
     def ask(self, command: str) -> dict[str, Any]:
-        return ask_once(self.home / "service.sock", command, timeout_s=BOUND_S)
+        return ask_service(self.home / "service.sock", command, timeout_s=BOUND_S)
 
     def status(self) -> dict[str, Any]:
         return self.ask("status")

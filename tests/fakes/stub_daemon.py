@@ -1,6 +1,4 @@
-"""A daemon's side of the protocol on a real socket, scripted by the test: what it answers, when it
-breaks off.
-"""
+"""A daemon's side of the protocol on a real socket, scripted by the test."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from weightcached.wire.framing import recv_packet, send_packet
 from weightcached.wire.messages import (
@@ -53,9 +51,7 @@ def welcome(device: str = "cpu0", protocol: int = PROTOCOL_VERSION) -> Welcome:
 
 @dataclass
 class StubDaemon:
-    """Listens on `path` from __enter__ on. `script` answers everything but Hello, which `greeting`
-    answers.
-    """
+    """Listens on `path` from __enter__ on. `greeting` answers Hello, `script` the rest."""
 
     path: Path
     script: Script = lambda request: []
@@ -127,7 +123,7 @@ def _send(peer: socket.socket, answer: Answer) -> bool:
     return not packet.then_close
 
 
-def cache(name: str = "tiny/target", **changed: object) -> CacheStatus:
+def cache(name: str = "tiny/target", **changed: Any) -> CacheStatus:
     """A ready cache of 3 GiB with one engine."""
     fields: dict[str, object] = {
         "name": name,

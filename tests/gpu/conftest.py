@@ -1,6 +1,4 @@
-"""Tests that need an NVIDIA GPU. They are named on the command line and never skipped: without one
-they fail.
-"""
+"""Tests that need an NVIDIA GPU, named on the command line, never skipped: without it they fail."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ with warnings.catch_warnings():
 
 
 def visible() -> list[str]:
-    """The GPUs that this process may use, in its order: with CUDA_VISIBLE_DEVICES two runs share a
-    machine.
-    """
+    """The GPUs of this process, in order: with CUDA_VISIBLE_DEVICES two runs share a machine."""
     return visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -70,9 +66,7 @@ def engines(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def settled(memory: Memory) -> int:
-    """Used bytes once they no longer change: the driver frees an ended process's memory a little
-    later.
-    """
+    """Used bytes once they are stable: the driver frees a process's memory a little later."""
     deadline_s = time.monotonic() + FREED_TIMEOUT_S
     last = -1
     while time.monotonic() < deadline_s:

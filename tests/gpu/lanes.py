@@ -4,8 +4,8 @@ two engine processes.
 A loader child takes as long as vLLM's imports, and one daemon loads one model at a time. So models
 are dealt to several daemons of the same device, each with a runtime directory of its own. While a
 daemon loads, its lane's two engine processes decode with every model from disk; then both attach
-each model at the same time. Each process compares with what it decoded itself: kernels that are
-tuned by time may differ between processes.
+each model at the same time. Each process compares with its own tokens: kernels that are tuned by
+time may differ between processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.gpu.models import MODELS
 from weightcached.errors import WeightcachedError
 from weightcached.system.paths import socket_path
 from weightcached.wire.connection import Connection
-from weightcached.wire.fetch import read_index
+from weightcached.wire.fetch import fetch_index
 from weightcached.wire.messages import Status, StatusReply
 
 PROMPTS, TOKENS, BURST_TOKENS = 8, 32, 200 * 8
@@ -47,7 +47,7 @@ _BROKEN = ("CUDA error", "AcceleratorError", "illegal memory", "CUBLAS", "out of
 
 @dataclass
 class Result:
-    """What was seen of one model. `error` says at which step it ended, with the reason.
+    """The result of one model. error: the step at which it ended, with the reason.
 
     plans: hooks by class and plan, counted; reasons: why hooks did not get an earlier plan.
     repeatable: the engine from disk decoded the same once more, so that its kernels' results do not
@@ -80,8 +80,8 @@ class StepError(Exception):
 
 
 class Seat:
-    """A place for one engine process. One that died, or broke its device context, is replaced at
-    the next question.
+    """A place for one engine process. If it died or broke its context, the next question replaces
+    it.
     """
 
     def __init__(self, name: str, environment: dict[str, str], directory: Path) -> None:
@@ -91,7 +91,7 @@ class Seat:
         self._count = 0
         self._ended = False
         self._engines: Engines | None = None
-        # What the process wrote while it made its last answer.
+        # The process's output during its last answer.
         self.log = ""
         self.start()
 
@@ -105,7 +105,7 @@ class Seat:
         return self._engines
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        """The answer. Raises StepError with what the process said last."""
+        """The answer. Raises StepError with the process's last words."""
         engines = self._engines or self.start()
         engines.log()
         timer = threading.Timer(ANSWER_TIMEOUT_S, engines.process.kill)
@@ -188,7 +188,7 @@ class Lane:
             )
 
     def run(self, results: Mapping[str, Future[Result]]) -> None:
-        """All models of the lane, each to its result, whatever happens to the others."""
+        """All models of the lane, each to its result, also if others fail."""
         made = {name: Result(name) for name in self.names}
         for name in self.names:
             self._step("disk", made[name], self._decode_from_disk)
@@ -263,7 +263,7 @@ class Lane:
         return Connection.connect(path, timeout_s=5.0, purpose="ctl")
 
     def _read_index(self, result: Result) -> None:
-        index = read_index(
+        index = fetch_index(
             self._device, f"{result.model}/target", for_what="looked at", timeout_s=10.0,
             socket_dir=self._runtime / "weightcached",
         )  # fmt: skip
@@ -325,9 +325,7 @@ class Lane:
 
 
 class Lanes:
-    """All lanes, which have `timeout_s` for all models. Each result is also a line of `report`, if
-    there is one.
-    """
+    """All lanes, with `timeout_s` for all models. Each result is also a line of `report`, if any."""
 
     def __init__(
         self, paths: Mapping[str, Path], device: str, *, count: int, engine: dict[str, Any],
@@ -348,7 +346,7 @@ class Lanes:
             self._pool.submit(self._run, lane)
 
     def result(self, name: str) -> Result:
-        """Wait for what was seen of the model, at most as long as there is time for all."""
+        """Wait for the model's result, at most as long as there is time for all."""
         try:
             return self.results[name].result(max(self._deadline_s - time.monotonic(), 0.1))
         except TimeoutError:

@@ -1,7 +1,7 @@
-"""The models of test_quantization.py: what each is, and the engine arguments that belong to it.
+"""The models of test_quantization.py, with their engine arguments.
 
-Random weights, tens of megabytes each: what counts is which code of vLLM loads, repacks and runs
-them.
+Random weights, tens of megabytes each: only the code of vLLM that loads, repacks and runs them
+matters.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ END_NBYTES = 4096
 
 
 def pattern(segment: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """What the tests fill a segment with: uint8, shape (nbytes,)."""
+    """The content of the tests' segments: uint8, shape (nbytes,)."""
     import torch
 
     return (

@@ -36,7 +36,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 CHILD_TIMEOUT_S = 60
 FREED_TIMEOUT_S = 10
-# What torch, cuBLAS and the driver may take for themselves between two readings of the free memory.
+# Memory that torch, cuBLAS and the driver may take between two readings of the free memory.
 NOISE_NBYTES = 256 * MIB
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ def backend(gpu_uuid: str) -> CudaBackend:
 
 @pytest.fixture(autouse=True)
 def _gives_memory_back(backend: CudaBackend) -> Iterator[None]:
-    """Require of each test that it frees what it took."""
+    """Require of each test that it frees its memory."""
     before = settled_free_bytes(backend)
     yield
     wait_until_free(backend, before)
@@ -62,9 +62,7 @@ def settled_free_bytes(backend: CudaBackend) -> int:
 
 
 def wait_until_free(backend: CudaBackend, nbytes: int) -> None:
-    """Wait until about `nbytes` are free: the memory of a process that ended is freed a little
-    later.
-    """
+    """Wait until about `nbytes` are free: a process's memory is freed a little after its end."""
     deadline_s = time.monotonic() + FREED_TIMEOUT_S
     while (free := settled_free_bytes(backend)) < nbytes - NOISE_NBYTES:
         assert time.monotonic() < deadline_s, (
@@ -97,9 +95,7 @@ def has_pattern(tensor: torch.Tensor, segment: int) -> bool:
 def other_process(
     mode: str, gpu_uuid: str, sizes: list[int]
 ) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
-    """segment_process.py in `mode` and our end of its socket; killed at the end if it is still
-    there.
-    """
+    """segment_process.py in `mode`, and our end of its socket; killed at the end if it still runs."""
     ours, theirs = socket.socketpair()
     arguments = [sys.executable, str(ROOT / "tests/gpu/segment_process.py")]
     arguments += [mode, str(theirs.fileno()), gpu_uuid, json.dumps(sizes)]
@@ -121,7 +117,7 @@ def other_process(
 
 
 def answer(process: subprocess.Popen[str], sock: socket.socket) -> Any:
-    """The process's JSON answer, or a failure with what it wrote on standard error."""
+    """The process's JSON answer, or a failure with its standard error."""
     data = sock.recv(1 << 16)
     if not data:
         pytest.fail(f"the other process ended: {process.communicate(timeout=CHILD_TIMEOUT_S)[1]}")
@@ -468,14 +464,14 @@ def test_torch_works_on_after_a_backend_is_gone(gpu_uuid: str) -> None:
 
 def test_machine_describes_its_gpus(backend: CudaBackend) -> None:
     (gpu,) = [gpu for gpu in gpus.list_gpus() if gpu.uuid == backend.device]
-    free, total = gpus.free_and_total_bytes(backend.device)
+    free, total = backend.free_bytes()
     print(
         f"\n{gpu}\n{backend.driver()}\n{backend.persistence_warning()}\n{gpus.holders(backend.device)}"
     )
     assert gpu.name == torch.cuda.get_device_name(0)
-    assert 0 < free < total == gpu.total_bytes
-    # The runtime holds back a part of what NVML counts.
-    assert abs(backend.free_bytes()[1] - total) < 2 * GIB
+    assert 0 < free < total
+    # The runtime holds back a part of the memory that NVML counts.
+    assert abs(gpu.total_bytes - total) < 2 * GIB
     assert re.fullmatch(r"nvidia \d+\.\d+(\.\d+)?", backend.driver())
     assert backend.granularity() == 2 * MIB
 
@@ -507,5 +503,5 @@ def test_gibibyte_segments_map_within_milliseconds(backend: CudaBackend, count: 
         print(
             f"\n{count} x 1 GiB {what}: {low * 1e3:.2f} / {middle * 1e3:.2f} / {high * 1e3:.2f} ms (min/median/max)"
         )
-    # Far above what was ever seen, far below what a copy of the bytes would take.
+    # Far above all measurements, far below the time for a copy of the bytes.
     assert statistics.median(map_s) < 0.1

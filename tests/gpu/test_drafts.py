@@ -59,7 +59,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 
 
 class Started(Service):
-    """`extra_bytes` is what the device lost by the start beyond what status shows."""
+    """extra_bytes: memory that the device lost at the start beyond that in the status."""
 
     extra_bytes = 0
 
@@ -86,7 +86,7 @@ def service(arguments: dict[str, dict[str, Any]], device: str, memory: Memory) -
 
 
 def seen(engines: Engines, engine: dict[str, Any], load_format: str) -> tuple[dict[str, Any], int]:
-    """Tokens, how often the draft was right and what it has of its own; and the KV blocks."""
+    """Tokens, how often the draft was right, its own weights, and the KV blocks."""
     loader = None if load_format == "auto" else {"fallback": False}
     options = ENGINE | {"speculative_config": engine["speculative_config"]}
     tokens = engines.tokens(Path(engine["model"]), load_format, loader=loader, **options)

@@ -1,6 +1,6 @@
 """Real vLLM engines on a GPU, the product's unit under a real user manager, the processed stage.
 
-Needs the wheels that carry vLLM and, where the machine has no systemd of its own, a user manager's binaries.
+Needs the wheels that carry vLLM and, if the machine has no systemd, a user manager's binaries.
     PYTHONPATH=. python3 -m pytest tests/gpu/test_engines.py
 """
 
@@ -20,7 +20,11 @@ from bench.harness import Engine
 from tests.engine.conftest import ROOT, Engines, Service
 from tests.systemd.manager import PrivateManager
 
-ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True}
+ENGINE: dict[str, Any] = {
+    "gpu_memory_utilization": 0.2,
+    "max_model_len": 1024,
+    "enforce_eager": True,
+}
 SHAPE = {
     "hidden": 1024,
     "intermediate": 2816,
@@ -29,8 +33,8 @@ SHAPE = {
     "kv_heads": 8,
     "vocab": 16000,
 }
-# What each cached model is, and the engine arguments with which it is loaded from disk as well. The
-# other quantizations and architectures are test_quantization.py's.
+# Each cached model, and the engine arguments with which it is loaded from disk as well. The other
+# quantizations and architectures are test_quantization.py's.
 MODELS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "tied": {"tied": True},
@@ -49,7 +53,7 @@ def make(path: Path, *, tied: bool = False, **shape: int) -> Path:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
-    made = {}
+    made: dict[str, Path] = {}
     for name, what in MODELS.items():
         arguments = {key: value for key, value in what.items() if key != "engine"}
         made[name] = made["bf16"] if name == "fp8-online" else make(base / name, **arguments)

@@ -3,7 +3,7 @@ disk.
 
     PYTHONPATH=. python3 -m pytest tests/gpu/test_quantization.py [-k 'moe and not nvfp4']
 
-Only the selected models are loaded. Where OUT names a directory, OUT/quantization.jsonl gets a line
+Only the selected models are loaded. If OUT names a directory, OUT/quantization.jsonl gets a line
 for each model.
 """
 
@@ -62,7 +62,7 @@ def told() -> set[str]:
 
 @pytest.fixture
 def result(lanes: Lanes, told: set[str], name: str) -> Result:
-    """What was seen of the model; the test fails with the error of the step that failed."""
+    """The model's result; the test fails with the error of the step that failed."""
     result = lanes.result(name)
     if result.error:
         text = f"{result.error}\n--- daemon\n{result.log}"

@@ -1,5 +1,4 @@
-"""FlashInfer's real autotuner in the loader child: what it stores, and that the first engine finds
-it.
+"""FlashInfer's real autotuner in the loader child stores results, and the first engine finds them.
 
     PYTHONPATH=. python3 -m pytest tests/gpu/test_tuning.py
 
@@ -35,10 +34,10 @@ if importlib.util.find_spec("flashinfer") is None:
 STORE = "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
 # As each tuned operation is called in the keys of the store.
 OPERATIONS = {"trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2"}
-EXPERTS = {"moe_backend": "flashinfer_cutlass"}
+EXPERTS: dict[str, Any] = {"moe_backend": "flashinfer_cutlass"}
 OFF = {"enable_flashinfer_autotune": False}
 SIZES = {"max_model_len": 512, "max_num_batched_tokens": 512}
-ENGINE = {"gpu_memory_utilization": 0.2, "enforce_eager": True, **SIZES}
+ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.2, "enforce_eager": True, **SIZES}
 # With the compilation of the experts' kernels.
 TIMEOUT_S = 900.0
 
@@ -47,15 +46,13 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the units and the engines of this module keep what was tuned."""
+    """The directory in which units and engines of this module keep tuning results."""
     return tmp_path_factory.mktemp("tuned")
 
 
 @pytest.fixture(scope="module")
 def manager(store: Path) -> Iterator[PrivateManager]:
-    """Its units see FlashInfer. Sampling with it would be compiled as well, and is not what is
-    looked at.
-    """
+    """Its units see FlashInfer, but do not sample with it, which would have to be compiled too."""
     with PrivateManager(
         ENVIRONMENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0", STORE: str(store)}
     ) as manager:
@@ -72,7 +69,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the daemon and its loaders write."""
+    """The output of the daemon and its loaders."""
     log = tmp_path_factory.mktemp("log") / "daemon"
     log.touch()
     return log
@@ -82,9 +79,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(
     manager: PrivateManager, checkpoints: dict[str, Path], device: str, log: Path
 ) -> Iterator[Service]:
-    """A daemon of models of which nothing is tuned: one runs no such operation, of the other it is
-    switched off.
-    """
+    """A daemon of models without tuning: one has no such operation, in the other it is off."""
     service = Service(manager)
     (manager.unit_dir / "weightcached@.service.d").mkdir()
     # This manager has no journal.
@@ -124,7 +119,8 @@ def steps(
     seen: list[tuple[str, str]] = []
 
     def look() -> None:
-        (cache,) = [c for c in service.caches(device) if c["name"] == "experts/target"] or [None]
+        caches = service.caches(device)
+        cache = next((c for c in caches if c["name"] == "experts/target"), None)
         if cache is not None and (step := (cache["state"], cache["phase"])) not in seen:
             seen.append(step)
 
@@ -139,7 +135,7 @@ def steps(
 
 
 def entries(store: Path) -> dict[str, str]:
-    """What FlashInfer's managed store has, with its keys, by file."""
+    """The content of FlashInfer's managed store, with its keys, by file."""
     return {
         path.name: json.loads(path.read_text())["key"] for path in store.glob("v2/*/entries/*.json")
     }

@@ -48,7 +48,7 @@ def service(
 
 @pytest.fixture(scope="module")
 def from_disk() -> dict[str, Any]:
-    """What engines from disk decoded, by layout."""
+    """The tokens of engines from disk, by layout."""
     return {}
 
 

@@ -1,6 +1,4 @@
-"""An engine that maps a cache and then does what nobody may: a kernel writes into a shared
-parameter.
-"""
+"""An engine that maps a cache and then writes into a shared parameter with a kernel."""
 
 from __future__ import annotations
 

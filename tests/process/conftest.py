@@ -36,7 +36,7 @@ Launcher = Callable[..., DaemonProcess]
 
 @pytest.fixture
 def make_daemon(short_tmp: Path) -> Iterator[Launcher]:
-    """Makes daemons that are ended with the test, whatever happened to them."""
+    """Makes daemons that end with the test in every case."""
     with contextlib.ExitStack() as stack:
 
         def make(models: list[dict[str, Any]] | None = None, **options: Any) -> DaemonProcess:
@@ -86,7 +86,7 @@ class Engine:
         return int(nbytes)
 
     def digest(self) -> bytes:
-        """The sha256 of what it has mapped, as it reads it now."""
+        """The sha256 of its mapped bytes, as it reads them now."""
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(b"\n")

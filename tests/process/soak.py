@@ -60,7 +60,7 @@ FAULTS = (
 
 @dataclasses.dataclass
 class Attached:
-    """An engine of this process: a connection and what it was given."""
+    """An engine of this process: a connection and its generation."""
 
     client: Client
     handout: Handout
@@ -82,9 +82,7 @@ def digest_of(handout: Handout) -> str:
 
 
 class Soak:
-    """The daemon, its engines, and what should be true of them: `served` is the digest of the
-    generation, if any.
-    """
+    """The daemon, its engines, and their expected state. served: digest of the generation, if any."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.random = random.Random(seed)
@@ -115,7 +113,7 @@ class Soak:
         self.daemon.start()
         self.loaded()
 
-    # ---- what is known
+    # ---- knowledge
 
     def configure(self, fault: str = "") -> None:
         options: dict[str, Any] = {"x_segments": self.segments, "x_spawns": str(self.spawns)} | (
@@ -133,7 +131,7 @@ class Soak:
         self.served = self.digests[self.current]
 
     def forget_engines(self) -> None:
-        """Their connections ended with the daemon; what they have stays theirs."""
+        """Their connections ended with the daemon; they keep their mappings."""
         for engine in self.engines:
             engine.client.close()
 
@@ -151,7 +149,9 @@ class Soak:
         self.again()
 
     def again(self) -> None:
-        """What the store has is taken back, and what then is not as the manifest says is loaded."""
+        """The store's generations are taken back; caches that then differ from the manifest are
+        loaded.
+        """
         self.forget_engines()
         self.configure()
         self.daemon.launch(keep_store=True).notified("READY=1")
@@ -298,7 +298,7 @@ class Soak:
         hostile.join()
 
     def remove_socket(self) -> None:
-        """It is made again; who is connected stays so."""
+        """It is made again; connections stay."""
         if self.random.random() < 0.5:
             self.daemon.socket.unlink()
         else:
@@ -429,9 +429,7 @@ class Soak:
 
 
 def soak(seconds: float, seed: int) -> dict[str, object]:
-    """Run for so long; returns the figures. Raises AssertionError with seed, step and the last
-    operations.
-    """
+    """Run for so long; the figures. Raises AssertionError with seed, step and last operations."""
     directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
     run = Soak(directory, seed)
     deadline_s = time.monotonic() + seconds

@@ -20,6 +20,7 @@ from tests.fakes.checkpoints import (
     with_checkpoint,
     write_checkpoint,
 )
+from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
 from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.index.key import WeightCacheKey
@@ -33,12 +34,15 @@ from weightcached.wire.messages import (
     Memory,
     Mismatch,
     NeedDigest,
+    Progress,
     Ready,
+    Reload,
+    ReloadReply,
+    Reply,
     Verify,
 )
 
 Launcher = Callable[..., DaemonProcess]
-CHANGED = "the checkpoint changed since it was loaded: weightcachectl reload"
 
 
 def key(checkpoint: Path, **engine: object) -> WeightCacheKey:
@@ -192,9 +196,7 @@ def test_engine_that_comes_before_the_manifest_was_read_waits_for_it(
 def test_unknown_key_may_match_until_the_loader_says_it(
     make_daemon: Launcher, checkpoint: Path, gate: Path
 ) -> None:
-    """Before the loader knows its key any engine of that role waits; afterwards a stranger is
-    told.
-    """
+    """Before the loader knows its key, any engine of the role waits; afterwards others are refused."""
     daemon = make_daemon([model("tiny", checkpoint, x_gate_before_key=str(gate))]).launch()
     daemon.notified("configuring")
     with daemon.client() as engine:
@@ -226,9 +228,10 @@ def test_copy_of_the_checkpoint_is_asked_for_digests_and_then_served(
     asked = key(copy)
     with daemon.client() as engine:
         first = engine.expect(Attach(key=with_checkpoint(asked, sample="")), NeedDigest)
-        assert (first.rung, first.files) == ("sample", [WEIGHTS])
-        second = engine.expect(Attach(key=asked), NeedDigest)
-        assert second.rung == "full"
+        assert (first.rung, first.files) == ("sample", [WEIGHTS, "model.safetensors.index.json"])
+        second = final(engine, Attach(key=asked))
+        assert isinstance(second, NeedDigest)
+        assert (second.rung, second.files) == ("full", first.files)
         engine.attach(with_checkpoint(asked, full=full_digest(copy))).close()
 
 
@@ -241,15 +244,6 @@ def test_daemons_own_digest_is_made_once(daemon: DaemonProcess, short_tmp: Path)
     assert daemon.log.count("digest made cache=tiny/target generation=1") == 1
 
 
-def test_while_the_daemon_digests_the_engine_waits(daemon: DaemonProcess, short_tmp: Path) -> None:
-    copy = write_checkpoint(short_tmp / "copy")
-    with daemon.client() as engine:
-        loading = engine.expect(
-            Attach(key=with_checkpoint(key(copy), full=full_digest(copy))), Loading
-        )
-    assert (loading.cache, loading.phase) == ("tiny/target", "digest")
-
-
 def test_one_changed_value_is_never_taken_for_the_original(
     daemon: DaemonProcess, checkpoint: Path, short_tmp: Path
 ) -> None:
@@ -259,25 +253,62 @@ def test_one_changed_value_is_never_taken_for_the_original(
         f.seek(2 * MIB)
         f.write(b"\xff")
     with daemon.client() as engine:
-        reply = engine.ask(Attach(key=with_checkpoint(key(other), full=full_digest(other))))
-        while isinstance(reply, Loading):
-            reply = engine.receive()
+        reply = final(engine, Attach(key=with_checkpoint(key(other), full=full_digest(other))))
     assert isinstance(reply, Mismatch)
     (field,) = reply.fields
     assert (field.field, field.asked) == ("checkpoint", str(other))
     assert field.cached.startswith(f"{checkpoint} (")
 
 
-def test_checkpoint_changed_after_the_load_is_a_mismatch(
+def test_new_status_of_the_same_bytes_is_no_other_checkpoint(
     daemon: DaemonProcess, checkpoint: Path, short_tmp: Path
 ) -> None:
     copy = write_checkpoint(short_tmp / "copy")
+    until(lambda: "digest made" in daemon.log, "the digest is made")
     os.utime(checkpoint / WEIGHTS)
+    (checkpoint / WEIGHTS).chmod(0o400)
+    for directory in (checkpoint, copy):
+        with daemon.client() as engine:
+            engine.attach(with_checkpoint(key(directory), full=full_digest(directory))).close()
+    assert outcomes(daemon) == [("unchanged", 1)]
+
+
+def test_other_bytes_under_the_same_status_are_another_checkpoint(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
+    path = checkpoint / WEIGHTS
+    until(lambda: "digest made" in daemon.log, "the digest is made")
+    before = path.stat()
+    with open(path, "r+b") as f:
+        # In a place that the sample does not see.
+        f.seek(2 * MIB)
+        f.write(b"\xff")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with daemon.client() as engine:
-        asked = with_checkpoint(key(copy), full=full_digest(copy))
-        mismatch = engine.expect(Attach(key=asked), Mismatch)
-    (field,) = mismatch.fields
-    assert (field.field, field.cached) == ("checkpoint", f"{checkpoint} ({CHANGED})")
+        asked = with_checkpoint(key(checkpoint), full=full_digest(checkpoint))
+        mismatch = final(engine, Attach(key=asked))
+    assert isinstance(mismatch, Mismatch)
+    assert [field.field for field in mismatch.fields] == ["checkpoint"]
+    assert outcomes(daemon) == [("loaded", 2)]
+    with daemon.client() as engine:
+        engine.attach(key(checkpoint)).close()
+
+
+def final(engine: Client, request: Attach) -> Reply:
+    """The answer, once the daemon has made its digest."""
+    reply = engine.ask(request)
+    while isinstance(reply, Loading):
+        reply = engine.receive()
+    return reply
+
+
+def outcomes(daemon: DaemonProcess) -> list[tuple[str, int]]:
+    with daemon.client("ctl") as tool:
+        reply = tool.ask(Reload())
+        while isinstance(reply, Progress):
+            reply = tool.receive()
+    assert isinstance(reply, ReloadReply)
+    return [(o.outcome, o.generation) for o in reply.outcomes]
 
 
 def test_sampled_identity_stops_at_the_sample(

@@ -1,6 +1,5 @@
 """Attaching a model of 1 GiB takes milliseconds, 32 engines at once get it, and the daemon stays
-small meanwhile. What vLLM adds (building the model) is measured
-in bench/.
+small meanwhile. bench/ measures vLLM's part (building the model).
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ def daemon(make_daemon: Callable[..., DaemonProcess], checkpoint: Path) -> Itera
 
 
 def attach(daemon: DaemonProcess, checkpoint: Path) -> Engine:
-    """All that an engine does from connecting to bound tensors, but for the model's own
-    construction.
-    """
+    """An engine's steps from connecting to bound tensors, without building the model."""
     key = key_of({"model": str(checkpoint)})
     attachment = client.attach(
         daemon.socket, key, connect_timeout_s=BOUND_S, state_timeout_s=BOUND_S

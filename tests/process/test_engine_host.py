@@ -1,5 +1,5 @@
-"""The host process of the engine tests (tests/engine/conftest.py) dies: one test fails, the next has
-another host.
+"""The host of the engine tests (tests/engine/conftest.py) dies: one test fails, the next gets
+another.
 """
 
 from __future__ import annotations

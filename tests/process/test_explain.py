@@ -1,6 +1,4 @@
-"""weightcachectl explain beside a real daemon: what is served, and what its loader's proof has
-refused.
-"""
+"""weightcachectl explain with a real daemon: served caches, and refusals of the loader's proof."""
 
 from __future__ import annotations
 

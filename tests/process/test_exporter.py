@@ -1,6 +1,4 @@
-"""`weightcached exporter` over real HTTP, with real daemons; its metrics are read by Prometheus's
-own parser.
-"""
+"""`weightcached exporter` over real HTTP, with real daemons and Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -35,7 +33,15 @@ from tests.fakes.daemon import (
 )
 from tests.process.test_preload import Launcher as PreloadLauncher
 from tests.process.test_preload import launch
-from weightcached.wire.messages import Attach, Done, Fallback, Mismatch, Reload, ReloadReply
+from weightcached.wire.messages import (
+    Attach,
+    Done,
+    Fallback,
+    Mismatch,
+    Release,
+    Reload,
+    ReloadReply,
+)
 
 Launcher = Callable[..., DaemonProcess]
 ALARM_S = 2.0
@@ -198,7 +204,7 @@ def test_health_is_lost_within_two_seconds_of_a_cache_failing_and_comes_back(
 
 
 def reload(daemon: DaemonProcess) -> dict[str, str]:
-    """Have the manifest read again. Returns what came of each cache, once it has."""
+    """Have the manifest read again. Returns the outcome of each cache."""
     with daemon.client("ctl") as tool:
         tool.send(Reload())
         while not isinstance(reply := tool.receive(), ReloadReply):
@@ -309,9 +315,7 @@ def test_preloads_health_port_is_the_exporter(
 def test_preloads_health_host_is_the_only_address(
     launch: PreloadLauncher, checkpoint: Path
 ) -> None:
-    """By default 127.0.0.1: any address of 127.0.0.0/8 is this machine's, so another of them
-    tells.
-    """
+    """By default 127.0.0.1 alone: another address of 127.0.0.0/8 must not answer."""
     for options, listens, refuses in (
         ([], "127.0.0.1", "127.0.0.2"),
         (["--weight-cache-health-host", "127.0.0.2"], "127.0.0.2", "127.0.0.1"),

@@ -1,6 +1,4 @@
-"""Wild messages at a real daemon: each is answered, and what it serves stays as it was.
-bench/fuzz.py sends more.
-"""
+"""Wild messages at a real daemon: each is answered, its caches stay. bench/fuzz.py sends more."""
 
 from __future__ import annotations
 

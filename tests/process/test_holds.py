@@ -130,4 +130,6 @@ def test_release_is_not_forgotten_though_another_lease_outlasts_the_engine(
     assert states(daemon.status()) == {"tiny/target": "ready"}
     third.close()
     daemon.until(lambda status: states(status) == {"tiny/target": "released"}, "it is released")
-    assert not [fd for fd in daemon.descriptors() if "segment" in fd]
+    daemon.until(
+        lambda _: not [fd for fd in daemon.descriptors() if "segment" in fd], "it is freed"
+    )

@@ -1,6 +1,4 @@
-"""Peers that are silent, slow, wrong or hostile; meanwhile everybody else is served as if they were
-not there.
-"""
+"""Peers that are silent, slow, wrong or hostile; everybody else is served as without them."""
 
 from __future__ import annotations
 
@@ -246,9 +244,7 @@ def test_descriptors_sent_with_a_request_are_closed_with_the_connection(
 
 
 def lingering() -> tuple[socket.socket, socket.socket]:
-    """A TCP connection whose first end, as the last of its descriptors, takes LINGER_S to close;
-    and its listener.
-    """
+    """A TCP connection whose last descriptor takes LINGER_S to close; and its listener."""
     listener = socket.create_server(("127.0.0.1", 0))
     sock = socket.create_connection(listener.getsockname())
     sock.setblocking(False)

@@ -130,9 +130,7 @@ def test_32_engines_attach_at_once(make_daemon: Launcher, checkpoint: Path) -> N
 def test_process_with_the_pid_of_a_dead_engine_is_not_taken_for_it(
     daemon: DaemonProcess, checkpoint: Path, make_engine: MakeEngine
 ) -> None:
-    """While the daemon is stopped the engine dies, its child keeps the socket open, and its pid is
-    given again.
-    """
+    """While the daemon is stopped the engine dies, a child keeps its socket, and its pid is reused."""
     engine = make_engine(daemon, checkpoint, "--shared-socket")
     engine.attached()
     pid = engine.process.pid
@@ -426,7 +424,7 @@ def test_parked_engine_is_asked_for_the_room_of_a_dropped_cache(
         engine.expect(Parked(parked=True), Done)
         tool.send(Drop(cache="tiny/target"))
         assert engine.receive() == Unmap()
-        # The answer waits for what was asked.
+        # The answer waits for the reply.
         assert not select.select([tool.sock], [], [], 0.2)[0]
         engine.close()
         assert tool.receive() == Done()
@@ -457,7 +455,7 @@ def test_parked_engines_let_go_of_the_generation_that_a_reload_replaces(
             pass
         status = daemon.status()
         assert (status.caches[0].generation, engines(status)) == (2, [os.getpid()])
-        # It attaches again before it wakes, to what is newest.
+        # It attaches again before it wakes, to the newest generation.
         with daemon.client() as again:
             handout = again.attach(key)
             assert handout.ready.generation == 2

@@ -109,7 +109,7 @@ def test_stop_ends_connections_and_removes_the_socket(
         daemon.signal(signal.Signals(number))
         assert daemon.wait() == 0
         assert engine.closed_by_daemon()
-        # What the engine has is still there.
+        # The engine's weights are still there.
         assert (
             os.pread(handout.segment_fds[0].fileno(), 16, 0)
             == (checkpoint / "model.safetensors").read_bytes()[:16]
@@ -269,7 +269,7 @@ def test_malformed_device_is_refused(make_daemon: Launcher, checkpoint: Path) ->
     assert "'cuda:0' is not a device name: expected GPU-<uuid>" in daemon.log
 
 
-# ---- what it costs
+# ---- costs
 
 
 def settled(daemon: DaemonProcess) -> list[str]:
@@ -356,7 +356,7 @@ def test_without_a_manager_everything_works(make_daemon: Launcher, checkpoint: P
 def test_peers_waiting_in_the_backlog_are_served_after_the_start(
     make_daemon: Launcher, checkpoint: Path
 ) -> None:
-    """Whoever connects between bind and the first accept is not refused."""
+    """A peer that connects between bind and the first accept is not refused."""
     daemon = make_daemon([model("tiny", checkpoint)]).launch()
     until(daemon.socket.exists, "the socket is bound")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early:

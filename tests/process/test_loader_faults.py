@@ -1,6 +1,4 @@
-"""A loader that goes wrong in each way, at start and at reload: it is named, and what was served
-still is.
-"""
+"""A loader fails in each way, at start and at reload: the error names it, served caches stay."""
 
 from __future__ import annotations
 
@@ -15,7 +13,14 @@ from typing import Any
 import pytest
 
 from tests.fakes.checkpoints import key_of, write_checkpoint
-from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
+from tests.fakes.daemon import (
+    LOADER,
+    DaemonProcess,
+    loaders_of,
+    model,
+    until,
+    write_manifest,
+)
 from weightcached.daemon.main import MAX_RELOADS
 from weightcached.wire.messages import CacheOutcome, Progress, Refused, Reload, ReloadReply
 
@@ -27,7 +32,7 @@ PROTOCOL = (
 )
 # Longer than a loader needs to start on a busy machine.
 STALL_TIMEOUT_S = 4
-# Fault of the loader child, what the daemon says about it.
+# Fault of the loader child, and the daemon's error.
 FAULTS: dict[str, str] = {
     "sigkill-in-packing": "loader of {cache} died of SIGKILL; if the kernel ran out of memory, "
     "'journalctl --user -k' or dmesg says so",
@@ -94,10 +99,6 @@ def reload(daemon: DaemonProcess, **options: Any) -> ReloadReply | Refused:
     return reply
 
 
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_at_start_ends_the_daemon_with_its_reason(
     make_daemon: Launcher, checkpoint: Path, fault: str
@@ -138,7 +139,7 @@ def test_fault_at_reload_keeps_what_is_served(
     daemon.until(
         lambda _: memfds(daemon.descriptors()) == memfds(before), "its descriptors are closed"
     )
-    assert children_of(daemon.pid) == []
+    assert loaders_of(daemon.pid) == []
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=3)])
     reload(daemon)
     (cache,) = daemon.status().caches
@@ -172,7 +173,7 @@ def test_generation_is_served_whatever_becomes_of_tuning(
         engine.attach(key_of({"model": str(checkpoint)})).close()
     (cache,) = daemon.status().caches
     assert (cache.state, cache.error) == ("ready", "")
-    assert children_of(daemon.pid) == []
+    assert loaders_of(daemon.pid) == []
 
 
 def test_cache_is_ready_once_tuning_is_over(
@@ -190,7 +191,7 @@ def test_cache_is_ready_once_tuning_is_over(
 def test_interpreter_that_cannot_be_run_is_named(
     make_daemon: Launcher, checkpoint: Path, short_tmp: Path
 ) -> None:
-    # Executable, so that the manifest takes it, but what it names is gone, as after an upgrade.
+    # Executable, so that the manifest accepts it, but its interpreter is gone, as after an upgrade.
     python = short_tmp / "python"
     python.write_text("#!/opt/none/bin/python3.11\n")
     python.chmod(0o755)
@@ -420,7 +421,7 @@ def test_reloads_that_wait_are_limited_in_number(
 ) -> None:
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_gate=str(gate))])
     for _ in range(MAX_RELOADS):
-        # Whoever asked for it has left: it goes on all the same.
+        # The client has left: the reload goes on.
         with daemon.client("ctl") as tool:
             tool.send(Reload())
             while not isinstance(tool.receive(), Progress):
@@ -457,18 +458,30 @@ def test_two_reloads_run_one_after_the_other(
     assert len(spawns.read_text().splitlines()) == 1
 
 
+NVML_OF_ONE_GPU = """
+from types import SimpleNamespace
+class NVMLError(Exception): pass
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(index): return "handle"
+def nvmlDeviceGetMigMode(handle): raise NVMLError("Not Supported")
+def nvmlDeviceGetUUID(handle): return "{uuid}"
+def nvmlDeviceGetName(handle): return "NVIDIA H200"
+def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=1)
+def nvmlSystemGetDriverVersion(): return "580.159.03"
+"""
+
+
 def test_gpu_that_this_machine_lacks_is_named_beside_those_that_it_has(
     make_daemon: Launcher, checkpoint: Path, short_tmp: Path
 ) -> None:
     lacking, present = (f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "01")
-    smi = short_tmp / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(
-        f"#!/bin/sh\nif [ $1 = -L ]; then echo 'GPU 0: NVIDIA H200 (UUID: {present})'; fi\n"
-    )
-    smi.chmod(0o755)
+    # In the place of nvidia-ml-py: NVML of a machine with one other GPU.
+    (short_tmp / "fake").mkdir()
+    (short_tmp / "fake/pynvml.py").write_text(NVML_OF_ONE_GPU.format(uuid=present))
     daemon = make_daemon([model("tiny", checkpoint, lacking)], device=lacking)
-    daemon.env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    daemon.env = {"PYTHONPATH": str(short_tmp / "fake")}
     # The product's loader: it opens the device before it imports an engine's libraries.
     daemon.loader_command = None
     assert daemon.launch().wait() == 78

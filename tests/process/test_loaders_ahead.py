@@ -1,6 +1,4 @@
-"""Children of the models that come next import ahead, and keep away from the device until it is
-their turn.
-"""
+"""Children of the next models import ahead, and do not use the device before their turn."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.daemon import DaemonProcess, model, until
+from tests.fakes.daemon import DaemonProcess, loaders_of, model, until
 from weightcached.wire.messages import CacheStatus
 
 Launcher = Callable[..., DaemonProcess]
@@ -26,10 +24,6 @@ def start(make_daemon: Launcher, models: list[dict[str, Any]], *options: str) ->
 
 def caches(daemon: DaemonProcess) -> dict[str, CacheStatus]:
     return {cache.name: cache for cache in daemon.status().caches}
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid: int) -> bool:
@@ -50,12 +44,12 @@ def test_the_next_children_wait_while_the_first_loads(
     until(lambda: caches(daemon)["b/target"].phase == "waiting", "b waits")
     until(lambda: caches(daemon)["c/target"].phase == "waiting", "c waits")
     assert caches(daemon)["d/target"].phase == "queued"
-    assert len(children(daemon.pid)) == 3
+    assert len(loaders_of(daemon.pid)) == 3
     assert all(cache.state == "loading" for cache in caches(daemon).values())
     with open(gate, "wb"):
         pass
     until(lambda: all(cache.state == "ready" for cache in caches(daemon).values()), "all are ready")
-    assert children(daemon.pid) == []
+    assert loaders_of(daemon.pid) == []
 
 
 def test_without_looking_ahead_one_child_runs_at_a_time(
@@ -65,7 +59,7 @@ def test_without_looking_ahead_one_child_runs_at_a_time(
     daemon = start(make_daemon, models, "--loaders-ahead", "0")
     until(lambda: caches(daemon)["a/target"].phase == "weights", "a loads")
     assert caches(daemon)["b/target"].phase == "queued"
-    assert len(children(daemon.pid)) == 1
+    assert len(loaders_of(daemon.pid)) == 1
     with open(gate, "wb"):
         pass
     until(lambda: all(cache.state == "ready" for cache in caches(daemon).values()), "all are ready")
@@ -105,7 +99,7 @@ def test_daemon_that_ends_leaves_no_waiting_child(
     models = [model("a", checkpoint, x_gate=str(gate)), model("b", checkpoint)]
     daemon = start(make_daemon, models, "--loaders-ahead", "1")
     until(lambda: caches(daemon)["b/target"].phase == "waiting", "b waits")
-    waiting = children(daemon.pid)
+    waiting = loaders_of(daemon.pid)
     assert len(waiting) == 2
     if how == "stop":
         daemon.stop()

@@ -1,6 +1,4 @@
-"""Every signal in every phase of the daemon's life: nothing half published, nothing leaked, the
-next start right.
-"""
+"""Every signal in every phase of the daemon's life: nothing half published, nothing leaked."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ BEFORE_THE_LOOP = {"lock", "adopt", "bind"}
 
 
 class Stage:
-    """A daemon, its pauses, and what must hold whatever happens to it."""
+    """A daemon, its pauses, and its invariants."""
 
     def __init__(self, make_daemon: Launcher, checkpoint: Path, directory: Path) -> None:
         self.checkpoint = checkpoint
@@ -78,9 +76,7 @@ class Stage:
     def strike(
         self, number: signal.Signals, phase: str | None, *, before_the_loop: bool = False
     ) -> None:
-        """Send the signal in the phase, let the daemon go on, and see it end, or go on, as it
-        should.
-        """
+        """Send the signal in the phase, let the daemon go on, and check that it ends or goes on."""
         self.daemon.signal(number)
         if number is signal.SIGSTOP:
             self.daemon.signal(signal.SIGCONT)
@@ -104,13 +100,11 @@ class Stage:
         until(lambda: not any(_runs(pid) for pid in pids), "no loader is left")
 
     def start_again(self) -> None:
-        """As systemd does after a crash and in a restart: what was stored is passed on."""
+        """As systemd after a crash and in a restart: pass the stored descriptors on."""
         self.daemon.launch(keep_store=True).notified("READY=1")
 
     def serves(self, segments: int = SEGMENTS) -> StatusReply:
-        """One complete generation with the checkpoint's bytes, and nothing else in the store or in
-        the daemon.
-        """
+        """One complete generation with the checkpoint's bytes, and nothing else in store or daemon."""
         status = self.daemon.until(lambda s: s.state == "ready", "it serves")
         (cache,) = status.caches
         assert (cache.state, cache.segments, cache.error) == ("ready", segments, "")
@@ -189,7 +183,7 @@ def test_signal_while_what_was_stored_is_taken_back(
         stage.daemon.notified("READY=1")
     else:
         stage.start_again()
-    # The one generation that there was, whatever happened on the way.
+    # The one generation that there was, in every case.
     assert stage.serves().caches[0].source == "adopted"
     assert len(stage.spawns.read_text().splitlines()) == 1
     assert engine.digest() == hashlib.sha256(stage.content()).hexdigest().encode()
@@ -219,7 +213,7 @@ def test_signal_while_an_engine_is_served(
     if number is not signal.SIGSTOP:
         stage.start_again()
     stage.serves(segments=3 if point else SEGMENTS)
-    # What the engine mapped before all this is as it was.
+    # The engine's earlier mapping is unchanged.
     assert engine.digest() == hashlib.sha256(stage.content()).hexdigest().encode()
     assert stage.daemon.stop() == 0
     assert engine.digest() == hashlib.sha256(stage.content()).hexdigest().encode()

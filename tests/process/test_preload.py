@@ -1,6 +1,4 @@
-"""`weightcached preload` with real daemons: start, deaths, adoption, stop. vLLM's parser and loader
-are stand-ins.
-"""
+"""`weightcached preload` with real daemons, and stand-ins for vLLM's parser and loader."""
 
 from __future__ import annotations
 
@@ -15,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
-from tests.fakes.daemon import BOUND_S, LOADER, ROOT, environment, until
+from tests.fakes.daemon import BOUND_S, LOADER, ROOT, environment, makes_digests, until
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import CacheStatus, Drop, Reload, ReloadReply, Status, StatusReply
@@ -66,7 +65,7 @@ class Preload:
         until(at_gate, "loading")
 
     def status(self, device: str) -> StatusReply | None:
-        """What the daemon says, None if there is none."""
+        """The daemon's status, None if there is no daemon."""
         with contextlib.suppress(WeightcachedError):
             path = self.runtime / f"{device}.sock"
             with Connection.connect(path, timeout_s=BOUND_S, purpose="ctl") as connection:
@@ -91,7 +90,8 @@ class Preload:
         return status.pid
 
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children: list[Any] = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if not makes_digests(child.pid)]
 
     def kept(self) -> int:
         """How many segments and indexes the command itself holds."""
@@ -293,7 +293,9 @@ def test_signal_stops_all_and_leaves_nothing(
     children = preload.children()
     assert preload.stop(number) == 0
     gone(children)
-    assert sorted(path.name for path in preload.runtime.iterdir()) == ["cpu0.lock", "cpu1.lock"]
+    # The files that say what is resident say now that nothing will come back.
+    left = sorted(path.name for path in preload.runtime.iterdir())
+    assert left == ["cpu0.lock", "cpu0.resident", "cpu1.lock", "cpu1.resident"]
 
 
 def test_signal_in_start_up_stops_all(launch: Launcher, checkpoint: Path, gate: Path) -> None:

@@ -2,8 +2,8 @@
 
     unshare --mount --pid … python -m tests.systemd.boot PRIVATE
 
-PRIVATE holds what that machine has for itself: `etc`, `home` and `state` (/var/lib/systemd). All
-else is the real machine's, and cannot be written: what runs in here runs as root, with the unit
+PRIVATE holds that machine's own directories: `etc`, `home` and `state` (/var/lib/systemd). All else
+belongs to the real machine and is read-only, because programs in here run as root, with the unit
 files of the real machine at hand. Borders: namespaces, cgroup and the content of PRIVATE are
 system_manager.py's.
 """
@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SYSTEMD = "/lib/systemd/systemd"
-# Where only the units lie that this machine shall know; beside it, what sessions and `systemctl`
-# make at run time.
+# A directory with only this machine's units; sessions and `systemctl` add units at run time.
 UNIT_DIR = "/etc/systemd/only"
 UNIT_PATH = f"/run/systemd/control:/run/systemd/transient:{UNIT_DIR}"
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -42,9 +41,7 @@ def read_only(target: str) -> None:
 
 
 def needed() -> Iterator[Path]:
-    """What an ordinary user must be able to read in order to run this interpreter with all that it
-    imports.
-    """
+    """Paths that an ordinary user must read in order to run this interpreter with its imports."""
     tree = Path(__file__).resolve().parents[2]
     found = [tree, *(Path(path) for path in (sys.prefix, sys.base_prefix, *sys.path) if path)]
     kept: list[Path] = []
@@ -62,9 +59,7 @@ def closed_above(path: Path) -> Path | None:
 
 
 def open_ways(paths: Iterable[Path]) -> None:
-    """Hide /tmp, /home and every directory that is closed to users; then show, inside of them,
-    `paths` alone.
-    """
+    """Hide /tmp, /home and every directory that is closed to users; show only `paths` in them."""
     paths = list(paths)
     hidden = {Path("/tmp"), Path("/var/tmp"), Path("/home")}
     hidden |= {folder for path in paths if (folder := closed_above(path)) is not None}
@@ -99,9 +94,7 @@ def file_systems(private: Path) -> None:
 
 
 def devices(console: str) -> None:
-    """A /dev with the harmless ones, and `console`, a terminal, as the one that systemd writes its
-    log to.
-    """
+    """A /dev with harmless devices, and the terminal `console` for systemd's log."""
     dev = Path("/run/dev")
     dev.mkdir()
     for name in (*_DEVICES, "console"):
@@ -134,7 +127,7 @@ def main() -> None:
     kernel_interfaces()
     environment = {
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
-        # Told so, it leaves alone what belongs to the kernel, and to a machine's first boot.
+        # This makes it skip steps that concern the kernel and a machine's first boot.
         "container": "weightcached-test",
         "SYSTEMD_UNIT_PATH": UNIT_PATH,
         "SYSTEMD_GENERATOR_PATH": "/nonexistent",

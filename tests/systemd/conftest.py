@@ -19,8 +19,7 @@ from tests.systemd.manager import PrivateManager
 from weightcached.wire.messages import CacheStatus
 
 PRODUCT_UNIT = ROOT / "systemd/weightcached@.service"
-# What a test needs beside the product's own unit file: this tree, a loader without vLLM, a log to
-# read.
+# Settings for tests beside the product's unit file: this tree, a loader without vLLM, a log file.
 SETTINGS = """
 [Service]
 Environment=PYTHONPATH={root} PYTHONDONTWRITEBYTECODE=1
@@ -31,9 +30,7 @@ LimitCORE=0
 
 
 def product_unit(start: str, reload: str) -> str:
-    """The product's unit file with other commands, as `weightcachectl install` puts in those of its
-    environment.
-    """
+    """The product's unit file with other commands, as `weightcachectl install` replaces them."""
     text = PRODUCT_UNIT.read_text()
     for old, new in (
         ("/usr/bin/weightcached serve %i", start),
@@ -64,9 +61,7 @@ class Unit:
         write_manifest(self.manifest, [entry])
 
     def install(self, *settings: str, module: str = "weightcached") -> Unit:
-        """Write the unit; `settings` come last and so count. `module` is what is run as the
-        daemon.
-        """
+        """Write the unit. settings: come last and so win; module: runs as the daemon."""
         python = shlex.quote(sys.executable)
         text = product_unit(
             start=f'{python} -m {module} serve %i --manifest {self.manifest} --loader-command "{LOADER}"',

@@ -24,7 +24,7 @@ SYSTEMD = "/lib/systemd/systemd"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
 _POLL_S = 0.05
-# What would lead back to another manager or to its bus.
+# Variables that would lead back to another manager or its bus.
 _FOREIGN = (
     "DBUS_SESSION_BUS_ADDRESS",
     "NOTIFY_SOCKET",
@@ -105,7 +105,7 @@ class PrivateManager:
         self.systemctl("daemon-reload")
 
     def descriptors(self) -> list[str]:
-        """What the manager's descriptors are open on."""
+        """The targets of the manager's open descriptors."""
         found = []
         for fd in Path(f"/proc/{self.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -113,7 +113,7 @@ class PrivateManager:
         return found
 
     def close(self) -> None:
-        """Stop all units, end the manager, remove what was made. May be called twice."""
+        """Stop all units, end the manager, remove its files. May be called twice."""
         process, self._process = self._process, None
         if process is not None:
             self._end(process)
@@ -184,7 +184,7 @@ def entering(cgroups: Sequence[Path], command: str) -> list[str]:
 
 
 def remove_cgroup(cgroup: Path) -> None:
-    """End what runs in it and below, and remove it."""
+    """End all processes in it and below, and remove it."""
     # The manager removes its own on the way out; after a SIGKILL groups with processes in them may
     # be left.
     for directory, _, _ in os.walk(cgroup, topdown=False):
@@ -217,9 +217,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def exit_status(main: Callable[[Sequence[str]], int]) -> int:
-    """Run a command's `main` on this process's arguments; a ManagerError is told on standard
-    error.
-    """
+    """Run a command's `main` on this process's arguments; print a ManagerError on standard error."""
     try:
         return main(sys.argv[1:])
     except ManagerError as e:

@@ -3,8 +3,8 @@ and out.
 
 It is PID 1 of namespaces of its own (process, mount, host name, IPC, network, cgroup), so nothing
 that it stops, mounts or removes is the real machine's, and the end of that one process ends all
-others. Needs root. Borders: what the namespaces look like inside is boot.py's; user managers alone,
-without logins, are manager.py's.
+others. Needs root. boot.py prepares the inside of the namespaces; manager.py runs user managers
+without logins.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ _UNSHARE = [
     "--mount-proc",
 ]
 _UNSHARE += ["--uts", "--ipc", "--net"]
-# Later than the others: the cgroup in which a process does it is the root of what it and its
-# children see.
+# Later than the others: the process's cgroup at that moment becomes the root for it and its
+# children.
 _UNSHARE_CGROUP = ["unshare", "--cgroup"]
 _PATH = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def missing() -> str | None:
-    """Why this machine cannot run such a system; None where it can."""
+    """Why this machine cannot run such a system; None if it can."""
     if os.geteuid() != 0:
         return "needs root, for namespaces"
     logind = Path(SYSTEMD).with_name("systemd-logind")
@@ -108,9 +108,7 @@ def missing() -> str | None:
 
 
 class PrivateSystem:
-    """One system, from boot() to close(). `home` is its user's home directory, as the test sees
-    it.
-    """
+    """One system, from boot() to close(). home: its user's home directory, as the test sees it."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="wcs-", dir="/tmp"))
@@ -162,7 +160,7 @@ class PrivateSystem:
         # A terminal that nobody reads stops its writers.
         self._log_reader = threading.Thread(target=self._copy_log, args=(terminal,), daemon=True)
         self._log_reader.start()
-        # Only what is inside is in the cgroup: one with processes and groups of its own gets no
+        # Only processes inside are in the cgroup: one with both processes and groups gets no
         # controllers.
         boot = [*_UNSHARE_CGROUP, sys.executable, "-m", "tests.systemd.boot", str(self.directory)]
         try:
@@ -205,18 +203,16 @@ class PrivateSystem:
         os.close(terminal)
 
     def log(self) -> str:
-        """What the system's manager wrote to its console."""
+        """The console output of the system's manager."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def path(self, path: str) -> Path:
-        """Where the test finds a file of the running system."""
+        """The test's path to a file of the running system."""
         return Path(f"/proc/{self._pid}/root", path.lstrip("/"))
 
     @property
     def enter(self) -> list[str]:
-        """The command that runs another one inside, as root and without anything of this
-        environment.
-        """
+        """The command that runs another one inside, as root, without this environment."""
         if not self._pid:
             raise ManagerError("the private system is not running")
         return ["nsenter", f"--target={self._pid}", "--all", "env", "-i", _PATH]
@@ -232,9 +228,7 @@ class PrivateSystem:
         )
 
     def run_as_user(self, command: str) -> subprocess.CompletedProcess[str]:
-        """A shell command of the user outside of any session, as after `su`: without pam_systemd
-        and its variables.
-        """
+        """A shell command of the user outside of any session, as after `su`: without pam_systemd."""
         user = [
             "setpriv",
             f"--reuid={UID}",
@@ -246,18 +240,14 @@ class PrivateSystem:
         return self.run(*user, "sh", "-c", command, check=False)
 
     def log_in(self) -> Session:
-        """Open a session and wait until its shell answers. It ends with the system at the
-        latest.
-        """
+        """Open a session and wait until its shell answers. It ends with the system, if not before."""
         session = Session(self.enter)
         self._sessions.append(session)
         session.start()
         return session
 
     def processes(self) -> dict[int, str]:
-        """The user's processes by their pids inside, each with its command line; none that has only
-        to be reaped.
-        """
+        """The user's processes by their pids inside, each with its command line; no zombies."""
         found = {}
         for process in self.path("/proc").glob("[0-9]*"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -269,9 +259,7 @@ class PrivateSystem:
         return found
 
     def user_state(self) -> str:
-        """What logind calls the user's state; "gone" once it doesn't know him and has removed his
-        runtime directory.
-        """
+        """logind's state of the user; "gone" once logind has removed the runtime directory."""
         shown = self.run(
             "loginctl", "show-user", str(UID), "--property=State", "--value", check=False
         )
@@ -279,12 +267,10 @@ class PrivateSystem:
         return shown.stdout.strip() or ("leaving" if left else "gone")
 
     def forget_user(self) -> None:
-        """Log the user out everywhere, end what that leaves, and empty his home, so that he is as
-        he was at first.
-        """
+        """Log the user out everywhere, end remaining processes, and empty the home directory."""
         self._log_out_everywhere()
         self.run("loginctl", "disable-linger", USER, check=False)
-        # `terminate-user` leaves alone what a session that is closed already has left behind.
+        # `terminate-user` does not end processes of sessions that are closed already.
         self.run("loginctl", "kill-user", "--signal=SIGKILL", USER, check=False)
         deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
         while self.user_state() != "gone":
@@ -319,7 +305,7 @@ class PrivateSystem:
             reader.join(ANSWER_TIMEOUT_S)
 
     def close(self) -> None:
-        """Shut down and remove what was made. May be called twice."""
+        """Shut down and remove all files. May be called twice."""
         self.shut_down()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -389,7 +375,7 @@ class Session:
             self._unread += data
 
     def log_out(self) -> None:
-        """End the shell, as `exit` does, and wait until PAM has closed the session. May be called
+        """End the shell, as `exit` does; wait until PAM has closed the session. May be called
         twice.
         """
         assert self._shell.stdin
@@ -411,9 +397,7 @@ class Session:
 
 
 def main(argv: Sequence[str]) -> int:
-    """For looking around: `python -m tests.systemd.system_manager CMD…` runs CMD inside, as
-    root.
-    """
+    """`python -m tests.systemd.system_manager CMD…` runs CMD inside, as root, for inspection."""
     reason = missing()
     if reason is not None:
         raise ManagerError(reason)

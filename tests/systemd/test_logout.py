@@ -1,6 +1,4 @@
-"""Logins and logouts through a real logind: what the daemon and its weights do then, with lingering
-and without.
-"""
+"""Logins and logouts through a real logind: daemon and weights, with lingering and without."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ RUNTIME = f"/run/user/{UID}"
 SOCKET = f"{RUNTIME}/weightcached/cpu0.sock"
 CTL = Path(sys.executable).with_name("weightcachectl")
 PYTHON = f"env PYTHONPATH={shlex.quote(str(ROOT))} PYTHONDONTWRITEBYTECODE=1 {shlex.quote(sys.executable)}"
-# What the unit that `weightcachectl install` wrote needs beside: this tree, a loader without vLLM,
-# a log to read.
+# Settings beside the unit of `weightcachectl install`: this tree, a loader without vLLM, a log
+# file.
 DROP_IN = f"""
 [Service]
 ExecStart=
@@ -38,12 +36,13 @@ LimitCORE=0
 """
 ABSENT = (
     f"the runtime directory {RUNTIME} does not exist: log in through a session that systemd-logind opens, "
-    f"or run 'loginctl enable-linger {UID}', or set XDG_RUNTIME_DIR"
+    f"or run 'loginctl enable-linger {UID}', or set XDG_RUNTIME_DIR, "
+    "or name the directory of the sockets: --socket-dir"
 )
 
 
 class Site:
-    """The user's files and what the tests ask of the daemon of cpu0, which has one model."""
+    """The user's files, and questions to the daemon of cpu0, which has one model."""
 
     def __init__(self, system: PrivateSystem) -> None:
         self.system = system
@@ -74,14 +73,14 @@ class Site:
         return session
 
     def log_out(self, session: Session, state: str) -> None:
-        """End a session and wait until logind sees the user in this state; "gone" is without a
-        runtime directory.
+        """End a session; wait until logind has the user in this state. "gone": no runtime
+        directory.
         """
         session.log_out()
         until(lambda: self.system.user_state() == state, f"the user is {state}")
 
     def status(self) -> dict[str, Any] | None:
-        """The daemon's answer to `status --json`; None where none answers."""
+        """The daemon's answer to `status --json`; None without an answer."""
         shown = self.system.run_as_user(f"{CTL} status --json")
         return json.loads(shown.stdout)["devices"][0] if shown.returncode == 0 else None
 
@@ -119,7 +118,7 @@ class Site:
         return found
 
     def findings(self, session: Session | None = None) -> dict[str, tuple[str, str, str]]:
-        """doctor's findings on what a login brings, in a session or in a shell outside of any."""
+        """doctor's findings about the login, in a session or in a shell outside of any."""
         command = f"{CTL} doctor --json"
         text = session.run(command)[1] if session else self.system.run_as_user(command).stdout
         checks = ("linger", "XDG_RUNTIME_DIR", "user manager", "runtime directory", "socket")
@@ -131,9 +130,7 @@ class Site:
 
 
 class Engine:
-    """An engine as a process inside that outlives who started it. Its input and output are files in
-    the user's home.
-    """
+    """An engine inside that outlives its starter. Its input and output are files in the home."""
 
     def __init__(self, site: Site) -> None:
         self._home = site.system.home
@@ -151,7 +148,7 @@ class Engine:
         assert self.lines()[0].startswith("attached "), self.lines()
 
     def digest(self) -> str:
-        """The digest of what it has mapped, computed now."""
+        """The digest of its mapped bytes, computed now."""
         before = len(self.lines())
         (self._home / "ask").write_text("\n")
         until(lambda: len(self.lines()) > before, "the engine has looked at its weights")
@@ -177,8 +174,8 @@ def test_logout_without_lingering_ends_the_daemon_and_frees_the_weights(site: Si
     session = site.serve()
     pid, _, _ = site.served()
     assert pid in site.holders()
-    warning = "off: units of this user, and what they hold, end with the last login"
-    fix = f"loginctl enable-linger {UID} (as root where that is denied)"
+    warning = "off: units of this user end with the last login, and their memory is freed"
+    fix = f"loginctl enable-linger {UID} (as root if that is denied)"
     assert site.findings(session)["linger"] == ("warn", warning, fix)
     site.log_out(session, "gone")
     assert site.system.processes() == {}
@@ -207,7 +204,7 @@ def test_login_on_the_heels_of_a_logout_finds_a_daemon(site: Site) -> None:
     pids = [site.served()[0]]
     for _ in range(2):
         # Without a wait: logind may be anywhere between keeping the user's manager and removing
-        # what was his.
+        # all.
         session.log_out()
         session = site.system.log_in()
         pids.append(site.served()[0])
@@ -233,7 +230,7 @@ def test_daemon_lives_until_the_last_of_two_sessions_ends(site: Site) -> None:
 def test_lingering_keeps_daemon_and_generation_until_it_is_switched_off(site: Site) -> None:
     session = site.serve()
     before, holders = site.served(), site.holders()
-    # No polkit here: then it is an administrator who has to allow it.
+    # No polkit here: then an administrator has to allow it.
     assert session.run("loginctl enable-linger") == (1, "Could not enable linger: Access denied")
     site.system.run("loginctl", "enable-linger", str(UID))
     assert site.findings(session)["linger"] == ("ok", "units of this user run without a login", "")
@@ -284,7 +281,7 @@ def test_login_does_not_wait_for_the_weights_and_logout_ends_their_loader(site: 
 
 
 def test_engine_left_behind_in_a_closed_session_keeps_the_daemon(site: Site) -> None:
-    """As a `nohup vllm serve …` does, where logind does not kill what sessions leave
+    """As `nohup vllm serve …`, if logind does not kill a session's processes
     (KillUserProcesses=no).
     """
     session = site.serve()
@@ -331,11 +328,11 @@ def test_doctor_tells_a_shell_outside_of_any_session_what_is_missing_and_its_com
 ) -> None:
     site.log_out(site.serve(), "gone")
     unset = ("warn", f"is not set, {RUNTIME} is used", f"export XDG_RUNTIME_DIR={RUNTIME}")
-    warning = "off: units of this user, and what they hold, end with the last login"
+    warning = "off: units of this user end with the last login, and their memory is freed"
     enable = f"loginctl enable-linger {UID}"
     manager = f"{enable}; systemctl start user@{UID}.service"
     assert site.findings() == {
-        "linger": ("warn", warning, f"{enable} (as root where that is denied)"),
+        "linger": ("warn", warning, f"{enable} (as root if that is denied)"),
         "XDG_RUNTIME_DIR": unset,
         "user manager": ("fail", "does not answer (no output)", f"{manager} (as root)"),
         "runtime directory": ("fail", ABSENT, f"{enable}; export XDG_RUNTIME_DIR={RUNTIME}"),

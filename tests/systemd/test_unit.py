@@ -1,4 +1,4 @@
-"""The daemon under a real user manager: what its unit promises an operator."""
+"""The daemon under a real user manager: the promises of its unit to an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a device's memory vLLM may count on, held against vLLM's own check of it."""
+"""The part of a device's memory for vLLM, compared with vLLM's own check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightcache_loader.budget import Device, external_bytes
 from weightcached.wire.messages import EngineStatus
 from weightcached.wire.resident import Held
 
-# What vLLM's imports warn of is not ours.
+# Warnings of vLLM's imports are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 GIB = 1 << 30
 # An H200, as vLLM sees it.
@@ -29,14 +29,16 @@ def empty_but_for(*resident: int, utilization: float = 0.92) -> Device:
 
 
 def requested(device: Device, external: int) -> int:
-    """What vLLM gives an engine with this answer; raises ValueError where it refuses to start."""
+    """The bytes that vLLM gives an engine with this answer; raises ValueError if it refuses to
+    start.
+    """
     from vllm.v1.worker.utils import request_memory
 
     snapshot = SimpleNamespace(
         total_memory=device.total, free_memory=device.free, device_=SimpleNamespace(index=0)
     )
     config: Any = SimpleNamespace(gpu_memory_utilization=device.utilization)
-    return request_memory(snapshot, config, external)
+    return int(request_memory(snapshot, config, external))
 
 
 def test_without_anything_resident_nothing_changes() -> None:

@@ -1,6 +1,4 @@
-"""weightcached.checkpoint.files: the files that the engine would read, and bad ones refused at
-once.
-"""
+"""weightcached.checkpoint.files: the files that an engine reads; bad ones are refused at once."""
 
 from __future__ import annotations
 
@@ -115,7 +113,7 @@ def test_the_index_names_shards_in_subfolders(tmp_path: Path) -> None:
     ]
 
 
-def test_weights_in_subfolders_count_too(tmp_path: Path) -> None:
+def test_weights_in_subfolders_are_left_to_the_load_that_reads_them(tmp_path: Path) -> None:
     make(
         tmp_path,
         "model.safetensors",
@@ -123,7 +121,7 @@ def test_weights_in_subfolders_count_too(tmp_path: Path) -> None:
         ".cache/x.safetensors",
         "run/optimizer.pt",
     )
-    assert names(tmp_path) == ["2_Dense/model.safetensors", "model.safetensors"]
+    assert names(tmp_path) == ["model.safetensors"]
 
 
 def test_missing_shards_are_named(tmp_path: Path) -> None:
@@ -276,13 +274,13 @@ def test_a_hub_model_in_both_formats_counts_with_both(hub: Path) -> None:
     assert names("org/name") == ["consolidated.safetensors", "model.safetensors"]
 
 
-def test_only_links_to_sha256_blobs_give_a_blob(tmp_path: Path) -> None:
-    make(tmp_path, f"blobs/{'a' * 64}", f"blobs/{'b' * 40}", f"other/{'c' * 64}")
+def test_only_links_to_blobs_named_by_their_content_give_a_blob(tmp_path: Path) -> None:
+    make(tmp_path, f"blobs/{'a' * 64}", f"blobs/{'b' * 40}", f"other/{'c' * 64}", "blobs/d")
     root = make(tmp_path / "m", "4.safetensors")
     (root / "1.safetensors").symlink_to(f"../blobs/{'a' * 64}")
     (root / "2.safetensors").symlink_to(f"../blobs/{'b' * 40}")
     (root / "3.safetensors").symlink_to(f"../other/{'c' * 64}")
-    assert [f.blob for f in record_checkpoint(str(root)).files] == ["a" * 64, "", "", ""]
+    assert [f.blob for f in record_checkpoint(str(root)).files] == ["a" * 64, "b" * 40, "", ""]
 
 
 # ---- bad files
@@ -371,9 +369,7 @@ def test_a_record_is_older_than_the_clock_tick_of_its_files(tmp_path: Path) -> N
 
 
 class ClockOfABusyWriter:
-    """A clock by which the file is written to again whenever somebody waits, one millisecond before
-    each look.
-    """
+    """A clock that writes to the file again whenever somebody waits, 1 ms before each look."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

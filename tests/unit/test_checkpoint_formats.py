@@ -1,4 +1,4 @@
-"""Random checkpoints: what each format stores gives the weight back, as far as its bits reach."""
+"""Random checkpoints: each format stores the weight, within the precision of its bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment that a child of the daemon gets. What becomes of children is in tests/process."""
+"""The environment of a daemon's child. tests/process has the fates of children."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""start, stop and restart: followed to the unit's final state, with the daemon's own words where it
-failed.
-"""
+"""start, stop and restart: followed to the unit's final state, with the daemon's last words."""
 
 from __future__ import annotations
 
@@ -81,7 +79,8 @@ def test_start_shows_what_systemd_was_told_while_there_is_no_socket(systemd: Com
     [
         (
             properties("failed", "failed", result="start-limit-hit"),
-            f"{UNIT} failed too often in a row: systemctl --user reset-failed {UNIT}, then start it again",
+            f"{UNIT} failed too often in a row (start-limit-hit, status 0): the last line of the journal; "
+            f"systemctl --user reset-failed {UNIT}, then weightcachectl start cpu0",
         ),
         (
             properties(

@@ -1,6 +1,4 @@
-"""The client: what it refuses to talk to, that nothing waits for ever, and that descriptors come
-all or not at all.
-"""
+"""The client: untrusted daemons, deadlines, and descriptors that come all or not at all."""
 
 from __future__ import annotations
 
@@ -118,9 +116,7 @@ def test_directory_open_to_others_is_refused(path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_peer_of_another_user_is_refused(path: Path) -> None:
-    """The kernel records who called listen(); here another user does so on a socket that root
-    made.
-    """
+    """The kernel records the caller of listen(): here another user, on a socket of root."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         pid = os.fork()
@@ -170,9 +166,7 @@ def test_daemon_that_closes_at_once_is_unavailable(path: Path) -> None:
 
 
 def test_refusal_is_read_though_the_daemon_closed_before_it_read_hello(path: Path) -> None:
-    """As a daemon does at its limit of connections: it never reads, so the kernel reports a reset
-    first.
-    """
+    """As a daemon at its limit of connections: it never reads, so the kernel reports a reset first."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()

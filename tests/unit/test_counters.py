@@ -1,4 +1,4 @@
-"""What the daemon counts; that it reaches a scrape is in tests/process/test_exporter.py."""
+"""The daemon's counts. tests/process/test_exporter.py shows that they reach a scrape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is served next: fairness between processes, whatever each of them sends."""
+"""Fairness between processes, for anything that they send."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from weightcached.daemon.fairness import Turns
 
 
 async def order(turns: Turns, asked: list[tuple[int, int]]) -> list[int]:
-    """Ask, in this order, for turns of (pid, units) at once; returns the pids in the order in which
-    they had them.
-    """
+    """Ask for turns of (pid, units) at once; returns the pids in the order of their turns."""
     served: list[int] = []
     accounts = {pid: turns.account(pid) for pid, _ in asked}
 

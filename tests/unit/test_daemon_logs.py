@@ -1,4 +1,4 @@
-"""Lines that peers cause are limited; what is left out is counted, errors never are."""
+"""Lines that peers cause are limited; omitted ones are counted, errors are never omitted."""
 
 from __future__ import annotations
 

@@ -1,32 +1,29 @@
-"""Answers that depend on when the daemon's own digest is made; the others are seen in
-tests/process/test_attach.py.
-"""
+"""Answers that depend on the time of the daemon's digest; others: tests/process/test_attach.py."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.fakes.checkpoints import key_of, with_checkpoint, write_checkpoint
 from tests.unit.test_fdstore import EXPECTED, Set
-from weightcached.checkpoint.identity import CheckpointIdentity
-from weightcached.daemon import matching
-from weightcached.daemon.caches import Caches, Generation
+from weightcached.checkpoint.identity import CheckpointIdentity, with_files
+from weightcached.daemon.caches import Caches
+from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.fdstore import adopt
-from weightcached.daemon.matching import Matcher
+from weightcached.daemon.matching import CHANGED, Matcher
 from weightcached.errors import CheckpointError
 from weightcached.index.key import WeightCacheKey
-from weightcached.wire.messages import Failed, Loading
+from weightcached.wire.messages import Failed, Loading, Mismatch, NeedDigest
 
 DIGEST = "ab" * 32
 
 
 class Scene:
-    """A served cache, and the key of an engine with a copy of its checkpoint that knows its own
-    full digest.
-    """
+    """A served cache, and the key of an engine with a copy of its checkpoint and a full digest."""
 
     def __init__(self, tmp_path: Path) -> None:
         checkpoint = write_checkpoint(tmp_path / "checkpoint", nbytes=4096)
@@ -42,38 +39,74 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-def test_digest_made_while_the_files_are_looked_at_counts(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digest_is_made_unasked_and_engines_wait_for_it(scene: Scene) -> None:
     async def main() -> None:
-        made = asyncio.Event()
+        begun, made = asyncio.Event(), asyncio.Event()
 
         async def child(identity: CheckpointIdentity) -> str:
+            assert identity == scene.generation.key.checkpoint
+            begun.set()
             await made.wait()
             return DIGEST
 
         matcher = Matcher(scene.caches, "cpu0", child)
-        assert isinstance(await matcher.match(scene.asked), Loading)
-        loop = asyncio.get_running_loop()
-        look = matching.changed_files
-
-        def look_until_the_digest_is_made(identity: CheckpointIdentity) -> list[str]:
-            monkeypatch.setattr(matching, "changed_files", look)
-            asyncio.run_coroutine_threadsafe(_make_and_wait(made, scene.generation), loop).result(5)
-            return look(identity)
-
-        monkeypatch.setattr(matching, "changed_files", look_until_the_digest_is_made)
+        matcher.make_digests()
+        await begun.wait()
+        assert await matcher.match(scene.asked) == Loading(cache="tiny/target", phase="digest")
+        made.set()
+        await scene.caches.changed.wait(timeout_s=5)
         assert await matcher.match(scene.asked) is scene.generation
+        assert scene.generation.checkpoint.full == DIGEST
         await matcher.close()
 
     asyncio.run(main())
     scene.generation.retire()
 
 
-async def _make_and_wait(made: asyncio.Event, generation: Generation) -> None:
-    made.set()
-    while not generation.full_digest:
-        await asyncio.sleep(0)
+def test_checkpoint_that_changed_before_its_digest_was_made_is_a_mismatch(
+    scene: Scene, tmp_path: Path
+) -> None:
+    """Nobody can tell any more what was loaded."""
+    (tmp_path / "checkpoint/model.safetensors").chmod(0o400)
+
+    async def child(identity: CheckpointIdentity) -> str:
+        raise CheckpointError("it changed since it was recorded")
+
+    async def main() -> None:
+        matcher = Matcher(scene.caches, "cpu0", child)
+        while isinstance(answer := await matcher.match(scene.asked), Loading):
+            await scene.caches.changed.wait(timeout_s=5)
+        assert isinstance(answer, Mismatch)
+        assert answer.fields[0].cached == f"{tmp_path / 'checkpoint'} ({CHANGED})"
+        assert matcher.digest_failures == 0
+        await matcher.close()
+
+    asyncio.run(main())
+    scene.generation.retire()
+
+
+def test_files_that_the_load_read_beside_the_chosen_ones_are_asked_for(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for name in ("checkpoint", "copy"):
+        (tmp_path / name / "2_Dense").mkdir()
+        (tmp_path / name / "2_Dense/w.npy").write_bytes(b"w")
+    loaded = scene.generation.key.checkpoint
+    scene.generation.key = with_checkpoint(
+        scene.generation.key, extra=with_files(loaded, [*loaded.names, "2_Dense/w.npy"]).extra
+    )
+
+    async def main() -> None:
+        matcher = Matcher(scene.caches, "cpu0", make_full_digest)
+        asked = with_checkpoint(scene.asked, full="", sample="")
+        names = ["model.safetensors", "2_Dense/w.npy", "model.safetensors.index.json"]
+        assert await matcher.match(asked) == NeedDigest(rung="files", files=names)
+        record = with_files(asked.checkpoint, names)
+        asked = msgspec.structs.replace(asked, checkpoint=record)
+        assert await matcher.match(asked) == NeedDigest(rung="sample", files=names)
+        await matcher.close()
+
+    asyncio.run(main())
+    scene.generation.retire()
 
 
 def test_digest_that_failed_is_said_and_tried_again(scene: Scene) -> None:

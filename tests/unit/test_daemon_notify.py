@@ -1,4 +1,4 @@
-"""What the manager is told, word for word."""
+"""The messages to the manager, word for word."""
 
 from __future__ import annotations
 

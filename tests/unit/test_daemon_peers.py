@@ -1,4 +1,4 @@
-"""Who is let in: by credentials that the kernel gives, never by default."""
+"""Peers are accepted by the kernel's credentials, never by default."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Digests: none of a file that changes, all cores for one file, a cache that can only be a
-cache.
-"""
+"""Digests: none of a file that changes, all cores for one file, a cache that costs only time."""
 
 from __future__ import annotations
 
@@ -13,13 +11,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import limits
-from weightcached.checkpoint import digests, identity
+from weightcached.checkpoint import digests, files, identity
 from weightcached.checkpoint.digests import CHUNK_BYTES, SAMPLE_BYTES, DigestCache, sample_ranges
 from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.errors import CheckpointError
@@ -168,8 +167,8 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_within_two_seconds(
     limits.hold("the change is seen", time.monotonic() - changed_at[0], 2)
     assert str(raised.value) == (
         f"weight file {model}/m.bin changed since it was recorded: mtime_ns was {record.files[0].mtime_ns}, "
-        f"is {(model / 'm.bin').stat().st_mtime_ns}; when nothing writes to the checkpoint any more: "
-        "weightcachectl reload"
+        f"is {(model / 'm.bin').stat().st_mtime_ns}; "
+        "wait until nothing writes to the checkpoint, then: weightcachectl reload"
     )
     assert entries(cache_home) == []
 
@@ -177,7 +176,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_within_two_seconds(
 def test_a_change_behind_the_readers_back_is_seen_at_the_end(model: Path) -> None:
     record = write(model, m=b"content")
     source = digests.Source(str(model / "m.bin"), record.files[0].stat)
-    reading = digests.open_recorded(*source)
+    reading = files.open_recorded(*source)
     assert os.read(reading.__enter__(), 7) == b"content"
     (model / "m.bin").write_bytes(b"CONTENT")
     with pytest.raises(CheckpointError, match="mtime_ns was"):
@@ -190,7 +189,7 @@ def test_a_file_cut_short_while_it_is_read_is_an_error(model: Path) -> None:
     fd = os.open(source.path, os.O_RDONLY)
     os.truncate(source.path, 3)
     with pytest.raises(CheckpointError) as raised:
-        digests.read_at(fd, source.path, memoryview(bytearray(7)), 0)
+        files.read_at(fd, source.path, memoryview(bytearray(7)), 0)
     os.close(fd)
     assert (
         str(raised.value)
@@ -209,7 +208,7 @@ def test_a_failing_progress_callback_ends_the_work(model: Path) -> None:
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         identity.full_digest(record, progress=refuse)
-    # All of it would take many times as long: what nobody waits for is not read.
+    # Reading all of it would take many times as long.
     limits.hold("the work ends", time.monotonic() - start, 2)
     assert [t.name for t in threading.enumerate() if t.name.startswith("weight-digest")] == []
 
@@ -232,7 +231,7 @@ def test_one_core_digests_at_least_one_and_a_half_gb_a_second(
     times_s = []
     for i in range(3):
         monkeypatch.setenv("XDG_CACHE_HOME", str(model / f"cache{i}"))
-        start = time.process_time()  # of all threads: what others do on this machine does not count
+        start = time.process_time()  # of all threads: other work on this machine does not count
         identity.full_digest(record, workers=1)
         times_s.append(time.process_time() - start)
     limits.hold("a GB on one core", min(times_s) * 1e9 / (4 * CHUNK_BYTES), 1 / 1.5)
@@ -246,19 +245,31 @@ def test_an_entry_is_private_and_found_by_exactly_its_status(cache_home: Path) -
     cache.put(KEY, DIGEST)
     assert cache.get(KEY) == DIGEST
     for i in range(5):
-        assert cache.get((*KEY[:i], 99, *KEY[i + 1 :])) is None
+        assert cache.get(cast(Any, (*KEY[:i], 99, *KEY[i + 1 :]))) is None
     (entry,) = entries(cache_home)
     assert entry.name == "1-2.json"
     modes = [stat.S_IMODE(p.stat().st_mode) for p in (entry, entry.parent, entry.parent.parent)]
     assert modes == [0o600, 0o700, 0o700]
 
 
-def test_a_changed_file_replaces_its_own_entry(cache_home: Path) -> None:
+def test_an_entry_has_the_last_few_states_of_its_file(cache_home: Path) -> None:
+    # chmod and a new link leave the inode: what was loaded is compared with what is there now.
     cache = DigestCache.of_user()
-    cache.put(KEY, DIGEST)
-    cache.put((1, 2, 3, 4, 6), bytes(16))
-    assert (cache.get(KEY), cache.get((1, 2, 3, 4, 6))) == (None, bytes(16))
+    states = [(1, 2, 3, 4, ctime) for ctime in range(5)]
+    for number, state in enumerate(states):
+        cache.put(state, bytes([number] * 16))
+    cache.put(states[4], bytes([4] * 16))
+    assert [cache.get(state) for state in states] == [None, *(bytes([n] * 16) for n in range(1, 5))]
     assert len(entries(cache_home)) == 1
+
+
+def test_a_digest_that_was_made_outlives_its_file(model: Path) -> None:
+    record = write(model, m=b"content")
+    made = identity.full_digest(record)
+    (model / "m.bin").chmod(0o400)
+    assert identity.full_digest(record) == made
+    (model / "m.bin").unlink()
+    assert identity.full_digest(record) == made
 
 
 def test_no_damaged_entry_gives_a_digest(cache_home: Path) -> None:

@@ -1,6 +1,4 @@
-"""Which weights of a draft are left out of its cache, since the engine takes the target's: by
-vLLM's rules.
-"""
+"""Weights that a draft's cache leaves out, because the engine takes the target's: vLLM's rules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""weightcachectl explain against real sockets: what it says of plans, private tensors and refusals,
-word by word.
-"""
+"""weightcachectl explain over real sockets: plans, private tensors and refusals, word by word."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from click.testing import CliRunner, Result
 from tests.fakes.commands import Commands
 from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon, cache, status
+from tests.fakes.values import encode_value
 from weightcached.cli.weightcachectl import main
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import (
@@ -28,7 +27,6 @@ from weightcached.index.tensors import (
     TensorIndex,
     TensorRecord,
 )
-from weightcached.model.values import encode_value
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.wire.messages import Descriptors, Ready, Refused, Request, Status, Verify, encode
 
@@ -131,7 +129,8 @@ def serve(socket: Path) -> Iterator[Callable[..., StubDaemon]]:
 
 def handing_out(name: str, index: TensorIndex, fds: list[OwnedFd]) -> list[Answer]:
     ready = Ready(
-        cache=name, generation=index.generation, nbytes=index.nbytes, segment_nbytes=[], index_digest="x",
+        cache=name, generation=index.generation, nbytes=index.nbytes, segment_nbytes=[],
+        index_digest=index_format.digest_of(index_format.encode(index)),
         descriptors=len(fds),
     )  # fmt: skip
     return [ready, Packet(encode(Descriptors(first=0)), [fd.fileno() for fd in fds])]
@@ -148,7 +147,7 @@ def test_plans_of_layers_that_are_alike_are_one_row(serve: Callable[..., StubDae
         "",
     ]
     assert [" ".join(line.split()) for line in lines[3:]] == [
-        "PLAN MODULES MODULE HOOK OF VALUES WHY NOT THE ONE BEFORE",
+        "PLAN MODULES MODULE HOOK OF VALUES WHY NO EARLIER PLAN",
         "replay 2 model.layers.*.qkv_proj Online - rerun: not offered",
         "restore 2 model.layers.*.mlp.down_proj Marlin scale rerun: not offered; replay: "
         "model.layers.*.mlp.down_proj.kernel: is missing, loaded as None",
@@ -233,7 +232,7 @@ def test_refusal_of_the_next_generation_stands_beside_what_is_served(
 
 def refusing(**changed: Any) -> Callable[[Request], Iterable[Answer]]:
     return lambda request: [
-        status("cpu0", cache(**({"generation": 0, "state": "failed"} | changed)))
+        status("cpu0", cache(**{"generation": 0, "state": "failed", **changed}))
     ]
 
 

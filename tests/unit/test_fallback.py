@@ -1,4 +1,4 @@
-"""What a load from disk needs at least, and what the daemon holds meanwhile."""
+"""The least need of a load from disk, and the memory that the daemon holds meanwhile."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Adoption from systemd's descriptor store: every set that must not be served is dropped, with its
-reason.
-"""
+"""Adoption from systemd's descriptor store: each unusable set is dropped, with its reason."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def dropped(
     stored: list[Stored], caplog: pytest.LogCaptureFixture, expected: Expected = EXPECTED
 ) -> str:
-    """Adopt what must not be adopted. Returns the reason; all is closed and taken out of the
-    store.
-    """
+    """Try to adopt an unusable set. Returns the reason; all is closed and out of the store."""
     removed: list[str] = []
     with caplog.at_level(logging.WARNING):
         assert adopt(stored, expected, removed.extend) == []
@@ -149,7 +145,7 @@ def test_index_of_another_format_version_is_dropped(
     data = made.data[:4] + (99).to_bytes(2, "little") + made.data[6:]
     made.stored[0] = Stored(made.stored[0].name, sealed_memfd("index", data))
     assert (
-        dropped(made.stored, caplog) == "tensor index has format version 99, this software reads 1"
+        dropped(made.stored, caplog) == "tensor index has format version 99, this software reads 2"
     )
 
 
@@ -186,7 +182,7 @@ def test_unsealed_index_is_dropped(checkpoint: Path, caplog: pytest.LogCaptureFi
     made.stored[0] = Stored(made.stored[0].name, OwnedFd(os.memfd_create("unsealed")))
     assert (
         dropped(made.stored, caplog)
-        == "its index: the descriptor is not a memfd sealed against change"
+        == "tensor index: the descriptor is not a memfd sealed against change"
     )
 
 

@@ -1,6 +1,4 @@
-"""Packets and descriptors: limits hold in both directions, and whatever a peer sends, no descriptor
-stays open.
-"""
+"""Packets and descriptors: limits hold in both directions, and no descriptor stays open."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ def files() -> Iterator[list[int]]:
 
 
 def raw_send(sock: socket.socket, data: bytes, *fds: int) -> None:
-    """What a peer without our limits may send."""
+    """A packet of a peer without our limits."""
     sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
 
 

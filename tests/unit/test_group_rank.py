@@ -1,6 +1,4 @@
-"""Ranks at their meeting place, over a real store: who comes late, who fails, who has another
-configuration.
-"""
+"""Ranks that meet over a real store: late ones, failing ones, other configurations."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def peers(
 
 
 def both(act: Callable[[int], Any]) -> list[Any]:
-    """What each of two ranks got, or the error that it raised."""
+    """The result or the error of each of two ranks."""
     results: list[Any] = [None, None]
 
     def run(rank: int) -> None:
@@ -67,8 +65,8 @@ def test_every_rank_hears_what_all_said(port: int) -> None:
 
     def meet(rank: int) -> Any:
         rank_of_world = peers(rank, port)
-        # Whoever serves the place stays until the other has read it all, as a loader that packs
-        # does.
+        # The rank that serves the store stays until the other has read it all, as a loader that
+        # packs.
         kept.append(rank_of_world)
         return rank_of_world.meet("here", f"I am {rank}")
 
@@ -81,7 +79,8 @@ def test_rank_that_does_not_come_is_named_with_its_device(port: int) -> None:
         first.meet("configured")
     assert str(caught.value) == (
         f"m/target: waited 1 s at 127.0.0.1:{port} for rank 1 (cpu1) to be configured: are their units started, and "
-        "with this model in their manifest? 'systemctl --user status weightcached.target'"
+        "with this model in their manifest? 'systemctl --user status weightcached.target'; on another node, ranks that "
+        "serve already come with 'weightcachectl reload --force --cache m/target'"
     )
 
 

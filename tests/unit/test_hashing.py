@@ -1,4 +1,4 @@
-"""Digests of storages in a segment: those of xxhash, whatever the window and the spans."""
+"""Digests of storages in a segment: those of xxhash, with any window and spans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 import xxhash
 
-from weightcached.model import hashing
 from weightcached.model.hashing import SegmentHasher
 
 CPU = torch.device("cpu")
@@ -37,7 +36,7 @@ def test_spans_across_windows_have_the_digest_of_their_bytes(window: int) -> Non
     data = segment(3000)
     spans = [(0, 512), (512, 1500), (2048, 952), (2999, 1), (0, 3000)]
     with SegmentHasher(3000, CPU) as hasher:
-        # What a device would have: windows that the segment passes through.
+        # As on a device: windows that the segment passes through.
         hasher._windows = [torch.empty(window, dtype=torch.uint8) for _ in range(2)]
         assert hasher.digests(data, spans) == expected(data, spans)
 
@@ -51,7 +50,7 @@ def test_one_hasher_serves_segments_of_several_sizes() -> None:
 
 def test_window_is_no_larger_than_the_largest_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(hashing.torch, "empty", lambda nbytes, **_: made.append(nbytes))
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **_: made.append(nbytes))
     SegmentHasher(4096, torch.device("cuda", 0)).close()
     SegmentHasher(5 << 30, torch.device("cuda", 0)).close()
     assert made == [4096, 4096, 1 << 28, 1 << 28]

@@ -1,16 +1,16 @@
-"""Post-processing hooks by plan, with real vLLM layers and a quantization method that a plug-in
-registers.
-"""
+"""Post-processing hooks by plan, with real vLLM layers and a plug-in's quantization method."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -43,9 +43,8 @@ SUITED = {
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm() -> Iterator[None]:
-    # What vLLM warns of while it is imported and configured is not this file's, nor is what it puts
-    # into the environment: its LD_PRELOAD of torch's libraries would be in every process that later
-    # tests start.
+    # Ignore vLLM's warnings while it is imported and configured, and remove its variables: its
+    # LD_PRELOAD of torch's libraries would be in every process that later tests start.
     with (
         warnings.catch_warnings(),
         mock.patch.dict(os.environ),
@@ -53,7 +52,7 @@ def vllm() -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         patch.setenv("VLLM_NO_USAGE_STATS", "1")
-        # As vLLM's CPU worker has it: there is no accelerator.
+        # As in vLLM's CPU worker: there is no accelerator.
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
         import tests.fakes.plug_in  # noqa: F401
 
@@ -150,7 +149,7 @@ def load(llama: Any) -> Iterator[Load]:
 
 
 def outputs_of(model: Any) -> dict[str, torch.Tensor]:
-    """What each linear layer computes for one input."""
+    """The output of each linear layer for one input."""
     outputs = {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in SUITED:
@@ -246,7 +245,7 @@ def test_methods_are_as_they_were_afterwards(suited: Model, proven: TensorIndex)
     assert "process_weights_after_loading" not in vars(layer.self_attn.attn)
 
 
-# ---- what an engine shares
+# ---- shared tensors
 
 
 MLA = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
@@ -255,8 +254,9 @@ LATENT = "model.layers.1.self_attn.mla_attn.mla_attn"
 
 @pytest.fixture(scope="module")
 def latent(configured: Callable[..., Any], load: Load) -> Callable[..., Model]:
-    """Load a model with multi-head latent attention, by the attention back end that is named, or
-    vLLM's own choice for this processor.
+    """Load a model with multi-head latent attention, with the named attention back end.
+
+    Without a name: vLLM's own choice for this processor.
     """
 
     def latent(**arguments: Any) -> Model:
@@ -322,13 +322,13 @@ def test_model_of_an_isolated_build_is_freed_though_it_would_be_compiled(
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(llama), build.isolated_build(llama, keep=False):
-        # What is compiled is the model without its head.
+        # vLLM compiles the model without its head.
         compiled = weakref.ref(build.build_on_meta(llama, llama.model_config).model)
     gc.collect()
     assert compiled() is None
 
 
-# ---- what no plan brings to an engine
+# ---- models that no plan brings to an engine
 
 
 def test_method_that_no_plan_serves_is_refused_by_name(load: Load) -> None:
@@ -420,7 +420,7 @@ def test_missing_attribute_is_caught(suited: Model, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", LAYERS)
 def test_broken_alias_is_caught(suited: Model, plan: str) -> None:
-    """The two names of one tensor become two tensors; where it has one, it becomes one with another
+    """The two names of one tensor become two tensors; a single name becomes one with another
     tensor.
     """
     module, leaf = LAYERS[plan]
@@ -518,7 +518,7 @@ def test_layers_that_share_a_method_have_their_own_plans() -> None:
         as_vllm_does(method, first)
         assert method.ran == 1
         as_vllm_does(method, other)
-        assert method.ran == 2, "what nobody has a plan for is called by another hook"
+        assert method.ran == 2, "another hook calls one that has no plan"
 
 
 def test_hook_that_raises_is_noted_and_put_back() -> None:
@@ -626,3 +626,16 @@ def test_marlin_is_replayed_with_the_fakes_of_its_operators(
     assert layer.qweight.shape == (16, 256)
     assert kernel.w_zp_name == "w_zp"
     assert all(t.is_meta for t in (layer.qweight, layer.scales, layer.w_zp))
+
+
+def test_a_module_imported_while_a_model_is_built_keeps_the_values_of_its_tables(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's nvfp4_emulation_utils, which the GPU's build imports."""
+    from vllm.model_executor.model_loader import utils
+
+    (tmp_path / "kernel_with_a_table.py").write_text("import torch\nTABLE = torch.tensor([0.5])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importing = lambda **_: importlib.import_module("kernel_with_a_table").TABLE  # noqa: E731
+    monkeypatch.setattr(utils, "initialize_model", importing)
+    assert build.build_on_meta(llama, llama.model_config).tolist() == [0.5]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -74,7 +75,7 @@ def flip(path: Path, offset: int) -> None:
 def climb(
     cached: CheckpointIdentity, asked: CheckpointIdentity, mode: str = "full"
 ) -> tuple[identity.Decision, list[Need]]:
-    """Do what daemon and engine do together: complete what is needed until the answer is final."""
+    """Act as daemon and engine: add the needed digests until the answer is final."""
     sides = {"cached": cached, "asked": asked}
     needs: list[Need] = []
     while True:
@@ -83,6 +84,10 @@ def climb(
             return decision, needs
         assert decision not in needs
         needs.append(decision)
+        names = identity.names_to_compare(sides["cached"], sides["asked"])
+        sides["asked"] = identity.with_files(sides["asked"], names)
+        if decision.rung == "files":
+            continue
         complete = identity.with_sample if decision.rung == "sample" else identity.with_full
         for side in decision.sides:
             sides[side] = complete(sides[side])
@@ -192,7 +197,7 @@ def test_two_hundred_shards_are_recorded_and_compared_within_20_ms(tmp_path: Pat
     limits.hold("200 shards recorded and compared", min(times_s), 0.020)
 
 
-# ---- copies, and what is not a copy
+# ---- copies, and others
 
 
 def test_a_copy_elsewhere_is_equal_after_one_digest_that_is_then_cached(
@@ -363,9 +368,7 @@ def test_a_missing_file_counts_as_changed(checkpoint: Path) -> None:
 
 
 def hub_snapshot(cache: Path, commit: str, blobs: dict[str, str]) -> Path:
-    """A snapshot whose file names link to blobs of the given sha256 names; the blobs hold their own
-    name.
-    """
+    """A snapshot whose files link to blobs of the given sha256 names; a blob holds its name."""
     repo = cache / "models--org--name"
     snapshot = repo / "snapshots" / commit
     for directory in (repo / "refs", repo / "blobs", snapshot):
@@ -422,10 +425,148 @@ def test_blobs_on_one_side_only_decide_nothing(tmp_path: Path) -> None:
     )
 
 
+# ---- what a load read, and what it did not
+
+
+def loaded(
+    directory: Path, *, extra: tuple[str, ...] = (), unread: tuple[str, ...] = ()
+) -> CheckpointIdentity:
+    """The record as a loader leaves it, with both digests."""
+    chosen = record(directory)
+    read = [name for name in chosen.names if name not in unread]
+    kept = identity.with_files(chosen, [*read, *extra, *chosen.absent])
+    kept = msgspec.structs.replace(kept, unread=list(unread))
+    return identity.with_full(identity.with_sample(kept))
+
+
+def dense(directory: Path) -> Path:
+    (directory / "2_Dense").mkdir()
+    save_file({"w": np.zeros(64, np.uint8)}, directory / "2_Dense/model.safetensors")
+    return directory / "2_Dense/model.safetensors"
+
+
+def test_weights_that_nobody_reads_change_nothing(checkpoint: Path) -> None:
+    cached = loaded(checkpoint)
+    for folder in ("checkpoint-500", "original"):
+        (checkpoint / folder).mkdir()
+        (checkpoint / folder / "model.safetensors").write_bytes(b"version https://git-lfs")
+    with open(checkpoint / "checkpoint-500/pytorch_model.bin", "wb") as f:
+        os.truncate(f.fileno(), 1 << 40)
+    assert identity.decide(cached, record(checkpoint)) == Equal("files")
+    assert identity.check_headers(record(checkpoint)) == 4 * TENSOR_BYTES
+
+
+def test_weights_in_a_sub_folder_that_were_read_are_compared(checkpoint: Path) -> None:
+    path = dense(checkpoint)
+    cached = loaded(checkpoint, extra=("2_Dense/model.safetensors",))
+    assert climb(cached, record(checkpoint)) == (Equal("files"), [Need("files", ("asked",))])
+    path.chmod(0o400)
+    assert climb(cached, record(checkpoint))[0] == Equal("full")
+    path.chmod(0o600)
+    flip(path, path.stat().st_size - 1)
+    decision, _ = climb(cached, record(checkpoint))
+    assert isinstance(decision, Different)
+    path.unlink()
+    assert climb(cached, record(checkpoint))[0] == Different(
+        "2_Dense/model.safetensors, which the load read, is missing in the requested one"
+    )
+
+
+def test_file_that_the_load_looked_for_in_vain_may_not_appear(checkpoint: Path) -> None:
+    cached = msgspec.structs.replace(
+        loaded(checkpoint), absent=["2_Dense/model.safetensors", "model.safetensors.index.json"]
+    )
+    assert climb(cached, record(checkpoint)) == (Equal("files"), [Need("files", ("asked",))])
+    assert identity.changed_files(cached) == []
+    dense(checkpoint)
+    assert climb(cached, record(checkpoint))[0] == Different(
+        "2_Dense/model.safetensors, which the load did not find, is in the requested one"
+    )
+    assert identity.changed_files(cached) == ["2_Dense/model.safetensors"]
+
+
+def test_index_of_the_shards_is_compared_too(checkpoint: Path) -> None:
+    shards = sorted(path.name for path in checkpoint.iterdir())
+    index = checkpoint / "model.safetensors.index.json"
+    weight_map = {f"layers.{i}.weight": shards[i // 2] for i in range(4)}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    cached = loaded(checkpoint)
+    assert [file.name for file in cached.extra] == [index.name]
+    index.chmod(0o400)
+    assert climb(cached, record(checkpoint))[0] == Equal("full")
+    index.chmod(0o600)
+    # The same shards by another map, in as many bytes.
+    swapped = weight_map | {"layers.0.weight": shards[1], "layers.2.weight": shards[0]}
+    index.write_text(json.dumps({"weight_map": swapped}))
+    assert isinstance(climb(cached, record(checkpoint))[0], Different)
+    index.unlink()
+    assert isinstance(climb(cached, record(checkpoint))[0], Different)
+
+
+def test_index_that_appears_is_another_checkpoint(checkpoint: Path) -> None:
+    cached = loaded(checkpoint)
+    shards = {path.name: path.name for path in checkpoint.iterdir()}
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    assert isinstance(identity.decide(cached, record(checkpoint)), Different)
+
+
+def test_chosen_file_that_the_load_did_not_read_does_not_count(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    save_file({"unused": np.zeros(64, np.uint8)}, checkpoint / "z.safetensors")
+    cached = loaded(checkpoint, unread=("z.safetensors",))
+    flip(checkpoint / "z.safetensors", 90)
+    assert identity.decide(cached, record(checkpoint)) == Equal("files")
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    assert climb(cached, record(tmp_path / "copy"))[0] == Equal("full")
+    # What is chosen now, and was not there to be read, does.
+    save_file({"new": np.zeros(64, np.uint8)}, checkpoint / "new.safetensors")
+    assert identity.decide(cached, record(checkpoint)) == Different(
+        "the cached checkpoint has 2 weight files, the requested one 3"
+    )
+
+
+def test_hard_link_replaced_by_other_bytes_is_different(checkpoint: Path, tmp_path: Path) -> None:
+    """`cp -al`, then one name is written anew, with the old size and times."""
+    cached = loaded(checkpoint)
+    (tmp_path / "linked").mkdir()
+    for path in checkpoint.iterdir():
+        os.link(path, tmp_path / "linked" / path.name)
+    assert climb(cached, record(checkpoint))[0] == Equal("full")
+    assert climb(cached, record(tmp_path / "linked"))[0] == Equal("full")
+    path = tmp_path / "linked/model-00001-of-00002.safetensors"
+    before = path.stat()
+    shutil.copy(path, tmp_path / "new")
+    flip(tmp_path / "new", before.st_size - SAMPLED_BYTES - 1)
+    os.utime(tmp_path / "new", ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.rename(tmp_path / "new", path)
+    assert isinstance(climb(cached, record(tmp_path / "linked"))[0], Different)
+    assert climb(cached, record(checkpoint))[0] == Equal("full")
+
+
+def test_chmod_together_with_changed_bytes_is_different(checkpoint: Path) -> None:
+    cached = loaded(checkpoint)
+    path = checkpoint / "model-00002-of-00002.safetensors"
+    before = path.stat()
+    flip(path, before.st_size - SAMPLED_BYTES - 1)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    path.chmod(0o400)
+    assert isinstance(climb(cached, record(checkpoint))[0], Different)
+    assert climb(cached, record(checkpoint), "sampled")[0] == Equal("sample")
+
+
+def test_digests_of_other_files_say_nothing() -> None:
+    """An engine made them for the generation before; the next one read another file."""
+    cached = msgspec.structs.replace(made(1, full="a"), extra=made(2).files)
+    asked = msgspec.structs.replace(made(9, full="b"), extra=made(3, 2).files)
+    assert identity.decide(cached, asked) == Need("sample", ("cached", "asked"))
+
+
 # ---- decide(), without files
 
 
-def made(*stats: int, **digests: str) -> CheckpointIdentity:
+def made(*stats: int, **digests: Any) -> CheckpointIdentity:
     return CheckpointIdentity(
         root="/m", files=[FileRecord(f"{s}.bin", 1, s, 8, 0, 0) for s in stats], **digests
     )
@@ -464,7 +605,9 @@ def test_a_met_need_never_comes_back_and_values_alone_decide() -> None:
 
 def test_the_wire_shape_is_an_array_per_file() -> None:
     data = msgspec.json.encode(made(7))
-    assert data == b'{"root":"/m","files":[["7.bin",1,7,8,0,0,""]],"sample":"","full":""}'
+    assert data == (
+        b'{"root":"/m","files":[["7.bin",1,7,8,0,0,""]],"sample":"","full":"","extra":[],"absent":[],"unread":[]}'
+    )
     assert msgspec.json.decode(data, type=CheckpointIdentity) == made(7)
 
 

@@ -1,6 +1,4 @@
-"""The tensor index: what goes in comes out, and from any bytes comes an index or IndexFormatError,
-nothing else.
-"""
+"""The tensor index: it survives encoding; any bytes give an index or IndexFormatError."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.models import an_index
+from tests.fakes.values import encode_value
 from weightcached.errors import IndexFormatError
 from weightcached.index.tensors import (
     FORMAT_VERSION,
@@ -26,8 +25,8 @@ from weightcached.index.tensors import (
     decode,
     digest_of,
     encode,
+    layout_difference,
 )
-from weightcached.model.values import encode_value
 
 HEADER_NBYTES = 38
 
@@ -283,7 +282,7 @@ def test_storage_may_fill_its_segment() -> None:
 
 
 def outcome(data: bytes) -> TensorIndex | None:
-    """The index, or None where it was refused in the one way that is allowed."""
+    """The index, or None if it was refused in the one way that is allowed."""
     try:
         return decode(data)
     except IndexFormatError:
@@ -354,3 +353,18 @@ def test_fields_changed_by_who_signs_them_give_a_checked_index_or_the_one_error(
     index = outcome(signed(msgspec.msgpack.encode(fields)))
     if index is not None:
         assert encode(index)
+
+
+def test_generations_that_differ_in_bytes_alone_have_the_same_layout() -> None:
+    ours = an_index()
+    (storage,) = ours.storages
+    other = msgspec.structs.replace(
+        ours,
+        generation=2,
+        software="newer",
+        storages=[StorageRecord(storage.segment, storage.offset_bytes, storage.nbytes, b"x" * 16)],
+    )
+    assert layout_difference(ours, other) == ""
+    moved = StorageRecord(storage.segment, storage.offset_bytes, storage.nbytes - 512, b"x" * 16)
+    other = msgspec.structs.replace(other, storages=[moved])
+    assert layout_difference(ours, other) == "its tensors are packed differently"

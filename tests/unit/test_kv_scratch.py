@@ -7,15 +7,26 @@ bench/sleep.py.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from tests.fakes.cuda_driver import MIB, CUresult, FakeDriver, FakeGpu, no_leaks
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
-from weightcached.model.kv_scratch import KvScratch, ParkedAllocationError
+from weightcached.model import kv_scratch
+from weightcached.model.kv_scratch import (
+    KvPool,
+    KvScratch,
+    ParkedAllocationError,
+    _Allocate,
+    _Free,
+)
 from weightcached.segments.cuda_driver import CudaError, Gpu
 
 UNIT = 2 * MIB
@@ -199,3 +210,74 @@ def test_lack_of_memory_for_an_awake_cache_says_what_is_free(driver: FakeDriver)
     driver.fail("cuMemCreate", result=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     with pytest.raises(SegmentError, match=r"67108864 of 67108864 bytes are free$"):
         scratch.allocate(SIZE)
+
+
+# ---- as torch calls it
+
+
+class Torch:
+    """What torch does with an allocator: it calls two addresses as C functions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pools: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.wanted: list[int] = []
+        self.got: list[int | None] = []
+
+        class MemPool:
+            def __init__(self, allocator: tuple[int, int]) -> None:
+                self.allocator = allocator
+
+        @contextlib.contextmanager
+        def use_mem_pool(pool: Any) -> Iterator[None]:
+            self.pools.add(pool)
+            self.allocate = _Allocate(pool.allocator[0])
+            self.free = _Free(pool.allocator[1])
+            yield
+
+        # For good, otherwise.
+        monkeypatch.setattr(kv_scratch, "_callbacks", [])
+        monkeypatch.setattr(
+            torch._C, "_cuda_customAllocator", lambda *addresses: addresses, raising=False
+        )
+        monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
+        monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+
+    def zeros(self, nbytes: int) -> int:
+        address: int | None = self.allocate(nbytes, 0, None)
+        if address is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return address
+
+
+def test_torch_gets_its_memory_from_the_scratch(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Torch(monkeypatch)
+    pool = KvPool(scratch_of(driver, parked=True))
+    with pool.use():
+        address = fake.zeros(SIZE)
+    driver.write(address, b"abc")
+    pool.scratch.wake()
+    assert driver.read(address, 3) == bytes(3)
+    fake.free(address, SIZE, 0, None)
+    assert pool.scratch.nbytes == 0
+    pool.close()
+    assert not fake.pools, "the pool is gone, the functions that it was made with are not"
+    with pytest.raises(SegmentError, match="is closed"), pool.use():
+        pass
+
+
+def test_reason_for_no_memory_is_raised_instead_of_torchs(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = Torch(monkeypatch)
+    pool = KvPool(scratch_of(driver, parked=True))
+    with pool.use():
+        address = fake.zeros(SIZE)
+    with pytest.raises(ParkedAllocationError), pool.use():
+        fake.zeros(SIZE)
+    with pytest.raises(torch.OutOfMemoryError), pool.use():
+        raise torch.OutOfMemoryError("of another pool")
+    fake.free(address + 1, SIZE, 0, None)
+    assert "the KV cache's memory stays until this process ends" in caplog.text
+    fake.free(address, SIZE, 0, None)

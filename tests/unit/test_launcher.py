@@ -1,6 +1,4 @@
-"""`weightcached preload`: which devices it takes. Its processes are in
-tests/process/test_preload.py.
-"""
+"""`weightcached preload`: its devices. tests/process/test_preload.py has its processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The engine's side of the protocol, against a scripted daemon on a real socket: every answer,
-fault and return.
-"""
+"""The engine's side of the protocol, with a scripted daemon: every answer, fault and return."""
 
 from __future__ import annotations
 
@@ -89,7 +87,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    # At the logger itself: vLLM, where it is imported, keeps its loggers from propagating.
+    # At the logger itself: once vLLM is imported, its loggers do not propagate.
     handler, level = Lines(), client.log.level
     client.log.addHandler(handler)
     client.log.setLevel(logging.INFO)
@@ -150,7 +148,7 @@ def handing_out(
     announced: Ready | None = None,
     after: Iterable[Answer] = (),
 ) -> Iterator[Answer]:
-    """Ready, the descriptors in one packet, and what else is to be sent."""
+    """Ready, the descriptors in one packet, and further messages."""
     yield announced or ready()
     fds = [
         sealed_memfd("index", index),
@@ -311,7 +309,7 @@ def test_loading_beyond_the_deadline_is_unavailable(path: Path, key: WeightCache
         text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=0.3)
     assert text == (
         "tiny/target is still loading (weights); raise state_timeout_s to wait longer, 'weightcachectl status' shows "
-        "how far it is"
+        "its progress"
     )
     waited_s = time.monotonic() - began
     assert waited_s >= 0.3
@@ -337,7 +335,7 @@ def test_load_that_stops_is_not_waited_for(
         text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=BOUND_S)
     assert text == (
         "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 0 s; 'weightcachectl status' shows its "
-        "state, 'journalctl --user' what its loader says"
+        "state, 'journalctl --user' its loader's log"
     )
     waited_s = time.monotonic() - began
     assert waited_s >= 0.7, "while bytes came it was waited for longer than that"
@@ -417,10 +415,11 @@ def test_each_digest_is_made_once_when_it_is_asked_for(
     path: Path, key: WeightCacheKey, lines: Lines
 ) -> None:
     rungs = iter(["sample", "full"])
+    names = [WEIGHTS, "model.safetensors.index.json"]
 
     def script(request: Request) -> Iterable[Answer]:
         rung = next(rungs, None)
-        return [NeedDigest(rung=rung, files=[WEIGHTS])] if rung else handing_out(SEGMENT)  # type: ignore[arg-type]
+        return [NeedDigest(rung=rung, files=names)] if rung else handing_out(SEGMENT)  # type: ignore[arg-type]
 
     key = with_safetensors(key)
     with StubDaemon(path, script) as daemon:
@@ -508,8 +507,8 @@ def test_index_that_could_change_is_refused(path: Path, key: WeightCacheKey) -> 
             yield Packet(encode(Descriptors(first=0)), [fd.fileno()])
 
     with StubDaemon(path, script):
-        text = refused(ProtocolError, path, key)
-    assert text == "the index of tiny/target: the descriptor is not a memfd sealed against change"
+        text = refused(IndexFormatError, path, key)
+    assert text == "tensor index: the descriptor is not a memfd sealed against change"
 
 
 @pytest.mark.parametrize("segments", [0, 2, 3])
@@ -617,7 +616,7 @@ def test_release_gives_the_lease_back(path: Path, key: WeightCacheKey, lines: Li
         ),
         (
             Packet(b"", then_close=True),
-            "WARNING could not ask the daemon to free tiny/target: the daemon on DIR/cpu0.sock closed the connection",
+            "WARNING cannot ask the daemon to free tiny/target: the daemon on DIR/cpu0.sock closed the connection",
         ),
     ],
     ids=["refused", "gone"],
@@ -746,7 +745,7 @@ def test_refused_rejoin_ends_with_a_log_line(path: Path, key: WeightCacheKey, li
     message = "tiny/target generation 3 is gone, generation 4 is served"
     with StubDaemon(path, rejoining(Refused(code="absent", message=message))) as daemon:
         lines.wait_for(
-            f"WARNING the restarted daemon no longer has what this engine maps: {message}"
+            f"WARNING the restarted daemon no longer serves the weights that this engine maps: {message}"
         )
         lease._thread.join(BOUND_S)
         assert not lease._thread.is_alive()
@@ -869,8 +868,8 @@ def test_sleeping_engine_unmaps_when_asked_and_its_lease_ends(
         assert not lease.connected.is_set()
         lease.close()
     assert lines.lines == [
-        "INFO unmapped tiny/target generation 3, for which the daemon has asked: it is attached again before the "
-        "engine wakes"
+        "INFO unmapped tiny/target generation 3, because the daemon needs the room; the engine attaches again before "
+        "it wakes"
     ]
 
 

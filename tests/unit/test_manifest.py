@@ -1,9 +1,8 @@
-"""The manifest: what is accepted, and that each fault is one error with file, line, key and the way
-out.
-"""
+"""The manifest: accepted values, and one error per fault, with file, line, key and remedy."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -12,9 +11,16 @@ from typing import Any
 
 import pytest
 
-from weightcached.config.manifest import Manifest, ModelSpec, load_manifest
+from weightcached.config.drafts import has_cached_draft
+from weightcached.config.manifest import Manifest, ModelSpec, check_checkpoint, load_manifest
 from weightcached.config.rendezvous import Rendezvous
-from weightcached.errors import EXIT_CONFIG, DeviceError, ManifestError
+from weightcached.config.snapshots import SnapshotSpec
+from weightcached.errors import (
+    EXIT_CONFIG,
+    CheckpointMissingError,
+    DeviceError,
+    ManifestError,
+)
 
 PLACE = Rendezvous(host="10.0.0.1", port=29600, draft_port=29601, timeout_s=60)
 GPU_A = "GPU-0e3f0000-0000-4000-8000-00000000000a"
@@ -165,6 +171,8 @@ DEVICE_HINT = (
     "expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L prints it, or cpu0 … cpu999 for host memory; "
     "'weightcachectl devices' lists the devices of this machine"
 )
+MISSING = "models[0]: the key devices is missing: expected"
+NAME = "1 to 100 letters, digits, dots, dashes or underscores"
 FAULTS = {
     "empty": ("", "M: the file holds no value: expected the keys version and models"),
     "only_comments": (
@@ -200,7 +208,8 @@ FAULTS = {
     ),
     "unknown_top": (
         "version: 1\nmodel: []\n",
-        "M:2: model: unknown key (did you mean 'models'?); known keys: version, models, engines",
+        "M:2: model: unknown key (did you mean 'models'?); known keys: version, models, engines, "
+        "snapshots",
     ),
     "duplicate_top": (
         "version: 1\nmodels: []\nversion: 1\n",
@@ -209,12 +218,12 @@ FAULTS = {
     "models_missing": ("version: 1\n", "M:1: the key models is missing: expected a list of models"),
     "models_empty": (
         "version: 1\nmodels: []\n",
-        "M:2: models: the list is empty: expected at least one model",
+        "M:2: models: the list is empty: expected at least one entry",
     ),
-    "models_null": ("version: 1\nmodels:\n", "M:2: models: expected a list, got nothing"),
+    "models_null": ("version: 1\nmodels:\n", "M:2: models: expected a list of models, got nothing"),
     "models_mapping": (
         "version: 1\nmodels: {a: 1}\n",
-        "M:2: models: expected a list, got a mapping",
+        "M:2: models: expected a list of models, got a mapping",
     ),
     "model_string": (one("  - llama\n"), "M:3: models[0]: expected a mapping, got 'llama'"),
     "unknown_key": (
@@ -230,15 +239,21 @@ FAULTS = {
         model("    <<: {}\n"),
         "M:6: models[0]: merge keys (<<) are not supported: write the keys out",
     ),
-    "name_missing": (one("  - devices: [cpu0]\n"), "M:3: models[0]: the key name is missing"),
-    "devices_missing": (one("  - name: a\n"), "M:3: models[0]: the key devices is missing"),
+    "name_missing": (
+        one("  - devices: [cpu0]\n"),
+        f"M:3: models[0]: the key name is missing: expected {NAME}",
+    ),
+    "devices_missing": (
+        one("  - name: a\n"),
+        f"M:3: {MISSING} a list of devices or all",
+    ),
     "engine_missing": (
         one("  - name: a\n    devices: [cpu0]\n"),
         "M:3: models[0]: the key engine is missing",
     ),
     "name_integer": (
         one("  - {name: 8, devices: [cpu0], engine: {model: CKPT}}\n"),
-        "M:3: models[0].name: expected a string, got the integer 8: quote it",
+        f"M:3: models[0].name: expected {NAME}, got the integer 8: quote it",
     ),
     "name_slash": (
         one("  - {name: a/b, devices: [cpu0], engine: {model: CKPT}}\n"),
@@ -321,22 +336,6 @@ FAULTS = {
         "M:5: models[0].engine.model: expected a Hub id or an absolute path, got '~/m': "
         "the daemon runs in another directory",
     ),
-    "engine_model_gone": (
-        model(engine="{model: /nonexistent/m}"),
-        "M:5: models[0].engine.model: /nonexistent/m does not exist",
-    ),
-    "engine_model_file": (
-        model(engine="{model: CKPT/config.json}"),
-        "M:5: models[0].engine.model: DIR/ckpt/config.json is not a directory",
-    ),
-    "engine_model_no_config": (
-        model(engine="{model: CKPT/..}"),
-        "M:5: models[0].engine.model: DIR/ckpt/.. has no config.json: expected the directory of a checkpoint",
-    ),
-    "engine_draft_gone": (
-        model(engine="{model: CKPT, speculative_config: {model: /nonexistent/d}}"),
-        "M:5: models[0].engine.speculative_config.model: /nonexistent/d does not exist",
-    ),
     "engine_dashes": (
         model(engine="{model: CKPT, tensor-parallel-size: 2}"),
         "M:5: models[0].engine.tensor-parallel-size: engine arguments have their Python names: "
@@ -414,19 +413,9 @@ FAULTS = {
         model("    python: python3\n"),
         "M:6: models[0].python: expected the absolute path of an interpreter, got 'python3'",
     ),
-    "python_gone": (
-        model("    python: /nonexistent/python\n"),
-        "M:6: models[0].python: /nonexistent/python is not an executable file: "
-        "expected the interpreter that runs the engine",
-    ),
-    "python_not_executable": (
-        model("    python: CKPT/config.json\n"),
-        "M:6: models[0].python: DIR/ckpt/config.json is not an executable file: "
-        "expected the interpreter that runs the engine",
-    ),
     "rendezvous_other": (
         model("    rendezvous: grup\n"),
-        "M:6: models[0].rendezvous: expected one of solo, group, got 'grup' (did you mean 'group'?)",
+        "M:6: models[0].rendezvous: expected one of group, solo or a mapping, got 'grup' (did you mean 'group'?)",
     ),
     "rendezvous_nowhere": (
         model("    rendezvous: group\n"),
@@ -585,3 +574,71 @@ def test_unreadable_file_is_named(write: Any) -> None:
             os._exit(0 if str(e) == f"{path}: cannot be read: Permission denied" else 2)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_snapshots_are_off_by_default(write: Any) -> None:
+    assert load_manifest(write(model())).snapshots is None
+
+
+def test_snapshots_have_a_directory_a_bound_and_a_count(write: Any, tmp_path: Path) -> None:
+    text = model() + f"snapshots: {{dir: {tmp_path}, max_bytes: 200 GiB, keep: 2}}\n"
+    spec = load_manifest(write(text)).snapshots
+    assert spec == SnapshotSpec(directory=tmp_path, max_bytes=200 << 30, keep=2)
+
+
+def test_snapshots_are_in_the_users_cache_by_default(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = load_manifest(write(model() + "snapshots: {}\n")).snapshots
+    assert spec == SnapshotSpec(directory=tmp_path / "weightcached/snapshots")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("{dir: here}", "snapshots.dir: expected an absolute path, got 'here'"),
+        (
+            "{max_bytes: 10 GB}",
+            "snapshots.max_bytes: expected bytes or a size such as 200 GiB, got '10 GB'",
+        ),
+        ("{keep: 0}", "snapshots.keep: expected an integer of at least 1, got the integer 0"),
+        (
+            "{keeps: 1}",
+            "snapshots.keeps: unknown key (did you mean 'keep'?); known keys: dir, max_bytes, keep",
+        ),
+        ("true", "snapshots: expected a mapping, got the boolean true"),
+    ],
+)
+def test_wrong_snapshots_are_refused_by_key(write: Any, value: str, text: str) -> None:
+    assert fault(write(model() + f"snapshots: {value}\n")) == f"M:6: {text}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ({"model": "/nonexistent/m"}, "model /nonexistent/m does not exist: mount"),
+        ({"model": "CKPT/config.json"}, "model CKPT/config.json is not a directory: mount"),
+        ({"model": "CKPT/.."}, "model CKPT/.. has no config.json: expected the directory"),
+        (
+            {"model": "CKPT", "speculative_config": {"model": "/nonexistent/d"}},
+            "model /nonexistent/d does not exist: mount",
+        ),
+    ],
+)
+def test_what_is_not_there_is_that_models_fault_and_no_fault_of_the_manifest(
+    write: Any, tmp_path: Path, engine: dict[str, object], problem: str
+) -> None:
+    path = write(model("    python: /nonexistent/python\n", engine=json.dumps(engine)))
+    (entry,) = load_manifest(path).models
+    with pytest.raises(CheckpointMissingError) as raised:
+        check_checkpoint(entry.engine)
+    assert str(raised.value).startswith(problem.replace("CKPT", str(tmp_path / "ckpt")))
+    # It may come back: the daemon tries again.
+    assert raised.value.exit_status != EXIT_CONFIG
+
+
+def test_draft_that_is_not_there_stays_wanted(tmp_path: Path) -> None:
+    """What is served of a draft is not dropped because its directory is away for a while."""
+    engine = {"model": str(tmp_path), "speculative_config": {"model": "/nonexistent/draft"}}
+    assert has_cached_draft(engine)

@@ -1,21 +1,24 @@
-"""Mappings of a model that sleeps: taken away when asked, put back at the same addresses, and given
-to a newer generation, on a fake driver.
+"""Mappings of a model that sleeps, on a fake driver.
+
+They are taken away when asked, put back at the same addresses, and given to a newer generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 from torch import nn
 
 from tests.fakes.cuda_driver import MIB, FakeDriver, FakeGpu, FakeTensor, IllegalAddress, no_leaks
 from tests.fakes.models import an_index
 from weightcached.errors import CacheConfigMismatchError, WeightCacheUnavailableError
 from weightcached.index.tensors import ModulePlan, SegmentRecord, TensorIndex
-from weightcached.model import mapped
+from weightcached.model import bind, mapped
 from weightcached.model.mapped import MappedModel, State
 from weightcached.segments.cuda import CudaBackend
 from weightcached.system.fds import OwnedFd, close_all
@@ -71,7 +74,7 @@ class Storages:
 
 
 class World:
-    """One mapped model, what the daemon would hand out next, and all leases so far."""
+    """One mapped model, the daemon's next generation, and all leases so far."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self.backend = CudaBackend(
@@ -89,9 +92,9 @@ class World:
         self.model = MappedModel(
             first,
             mapping,
-            self.storages,
+            cast(Any, self.storages),
             attach=self._attach,
-            lease=self._lease,  # type: ignore[arg-type]
+            lease=self._lease,
         )
 
     def generation(self, number: int, **changed: Any) -> Attachment:
@@ -164,7 +167,7 @@ def test_newest_generation_is_taken_if_the_old_one_is_gone(world: World) -> None
     assert world.leases[1].generation == 7
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "skeleton": (
         {"skeleton": "other"},
         "its layers differ in a name, shape, dtype or kernel class",
@@ -258,9 +261,9 @@ def test_model_in_host_memory_neither_parks_nor_changes(world: World) -> None:
     model = MappedModel(
         first,
         None,
-        world.storages,
+        cast(Any, world.storages),
         attach=world._attach,
-        lease=world._lease,  # type: ignore[arg-type]
+        lease=world._lease,
     )
     model.park()
     assert (model.state, model.can_change, world.leases[-1].said) == (State.AWAKE, False, [])
@@ -278,3 +281,29 @@ def test_lease_goes_with_the_model(world: World) -> None:
     del module
     assert world.leases[0].closed
     assert list(mapped.of_process()) == []
+
+
+class Bytes:
+    """A mapping of one private segment, and a copy of it."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(4096, dtype=torch.uint8)
+
+    def view(self, segment: int, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        return self.memory[offset_bytes : offset_bytes + nbytes]
+
+    def private_copy(self, segment: int) -> Any:
+        copy = self.memory.clone()
+        return SimpleNamespace(view=lambda offset, nbytes: copy[offset : offset + nbytes])
+
+
+def test_private_copies_are_made_anew_in_place() -> None:
+    mapping: Any = Bytes()
+    index = an_index(segments=[SegmentRecord(4096, private=True)])
+    storages = bind.Storages(index, mapping, torch.device("cpu"), copy=False)
+    storage = storages.get(0, on_host=False)
+    address = storage.data_ptr()
+    mapping.memory.fill_(7)
+    assert storage[0] == 0
+    storages.refresh()
+    assert (storage[0], storage[4095], storage.data_ptr()) == (7, 7, address)

@@ -1,6 +1,4 @@
-"""Messages: every one survives the wire, and nothing a peer sends gets past the decoder but as
-ProtocolError.
-"""
+"""Messages: each survives the wire; wrong ones are ProtocolErrors and nothing else."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ REPLIES: list[Message] = [
     Descriptors(first=250),
     Loading(cache="a/target", phase="p", done_bytes=1, total_bytes=2, eta_s=1.5),
     Mismatch(cache="a/target", fields=[FieldMismatch("dtype", "a", "b")]),
-    NeedDigest(rung="full", files=["a"]),
+    NeedDigest(rung="full"),
     Absent(reason="r"),
     Failed(cache="a/target", error="e"),
     Released(cache="a/target"),
@@ -120,7 +118,7 @@ REPLIES: list[Message] = [
 LOADER: list[Message] = [
     LoaderProgress(phase="p", done_bytes=1, total_bytes=2),
     LoaderKey(key=KEY),
-    LoaderIndex(segments=4, peak_bytes=9),
+    LoaderIndex(segments=4),
     LoaderFailed(code="load-failed", message="m", permanent=True),
     Descriptors(first=0),
 ]
@@ -224,9 +222,7 @@ def test_long_list_of_files_is_refused() -> None:
 
 
 def test_announced_sizes_allocate_nothing() -> None:
-    """Headers that promise 4 GiB, decoded by a process that may have 1 GiB more than it starts
-    with.
-    """
+    """Headers that promise 4 GiB, decoded by a process that may grow by 1 GiB."""
     code = (
         "import resource, sys\n"
         "from weightcached.wire import messages as m\n"

@@ -1,6 +1,4 @@
-"""The loader's options: what vLLM documents is accepted, everything else is refused with the whole
-message.
-"""
+"""The loader's options: vLLM's documented ones are accepted, others refused; whole messages."""
 
 from __future__ import annotations
 

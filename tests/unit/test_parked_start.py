@@ -1,4 +1,4 @@
-"""Engines that start parked: which do, what is refused, and that vLLM's own parts are wrapped once."""
+"""Engines that start parked: which ones do, refusals, and that vLLM's functions are wrapped once."""
 
 from __future__ import annotations
 

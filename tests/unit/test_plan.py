@@ -33,9 +33,7 @@ def checkpoint(path: Path, **tensors: int) -> Path:
 
 @pytest.fixture
 def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A dense model on two devices, and one with experts and a draft on four, two of them
-    shared.
-    """
+    """A dense model on two devices, and one with experts and a draft on four; two are shared."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     dense = checkpoint(tmp_path / "dense", **{"model.w": 8 * MIB})
     moe = checkpoint(

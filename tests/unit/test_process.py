@@ -44,7 +44,7 @@ def test_short_answer_is_an_error() -> None:
 
 
 def test_both_sides_let_a_large_uid_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the daemon asks of an engine, and an engine of the daemon."""
+    """The daemon's check of an engine, and an engine's check of the daemon."""
     peer: Any = Socket(struct.pack("=iII", 1, LARGE_UID, 0))
     monkeypatch.setattr(os, "getuid", lambda: LARGE_UID)
     monkeypatch.setattr(connection, "getuid", lambda: LARGE_UID)

@@ -1,6 +1,4 @@
-"""The loader's proof catches every broken plan and names the first difference; each text is
-compared as a whole.
-"""
+"""The loader's proof catches every broken plan and names the first difference; whole texts."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.fakes.models import Packed, random_bytes, without_leftovers
+from tests.fakes.values import encode_value
 from weightcached.errors import (
     IndexFormatError,
     SegmentError,
@@ -24,7 +23,6 @@ from weightcached.errors import (
     WeightcachedError,
 )
 from weightcached.index.tensors import ModulePlan, StorageRecord, TensorIndex, TensorRecord
-from weightcached.model.values import encode_value
 from weightcached.segments.packing import SMALL_NBYTES
 from weightcached.system.fds import OwnedFd, read_sealed, sealed_memfd
 
@@ -50,7 +48,7 @@ class OtherKernel(Kernel):
 Kernel.__module__ = OtherKernel.__module__ = "vllm.fake"
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(6, 4), requires_grad=False)
@@ -63,7 +61,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         self.held: Any = ("a", Kernel())
 
 
-class Model(nn.Module):  # type: ignore[misc]
+class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = Layer()
@@ -427,7 +425,7 @@ def test_object_of_another_class_is_refused_by_name() -> None:
 
 
 def test_parameter_that_a_hook_renamed_keeps_its_content_and_not_its_loading_class() -> None:
-    class ModelWeightParameter(nn.Parameter):  # type: ignore[misc]
+    class ModelWeightParameter(nn.Parameter):
         pass
 
     ModelWeightParameter.__module__ = "vllm.model_executor.parameter"
@@ -470,7 +468,7 @@ def test_value_that_does_not_stay_is_refused_by_name() -> None:
 
         @gain.setter
         def gain(self, value: float) -> None:
-            """As a setter that ignores what it is told."""
+            """A setter that ignores its value."""
 
     Stubborn.__module__ = "vllm.fake"
 

@@ -38,8 +38,8 @@ from weightcached.wire.messages import (
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 MODULES = (messages, key, identity, tensors, loader_job)
-# What decide() answers never leaves its process.
-LOCAL = {"Message", "Decision", "Equal", "Different", "Need"}
+# The results of decide() never leave their process.
+LOCAL = {"Message", "LoadMessage", "Decision", "Equal", "Different", "Need"}
 
 
 def structs() -> list[type[msgspec.Struct]]:
@@ -92,7 +92,7 @@ def default_of(field: msgspec.inspect.Field) -> str:
     if field.required:
         return "required"
     made = field.default_factory is not msgspec.NODEFAULT
-    value: Any = field.default_factory() if made else field.default  # type: ignore[operator]
+    value: Any = field.default_factory() if made else field.default
     return f"`{json.dumps(value)}`"
 
 
@@ -194,7 +194,7 @@ def test_page_has_every_limit(name: str) -> None:
 
 
 def example(title: str) -> bytes:
-    """The bytes of an example: what stands before two spaces on each line of its block."""
+    """The bytes of an example: the part of each line before two spaces."""
     found = re.search(rf"^{re.escape(title)}\n\n```\n(.*?)```", PAGE, re.M | re.S)
     assert found is not None, title
     lines = [line.split("  ")[0] for line in found[1].splitlines()]

@@ -1,6 +1,4 @@
-"""Placement: what one node serves, and what is refused. That it is vLLM's layout is shown in
-tests/engine.
-"""
+"""Placement: the ranks of one node, and refusals. tests/engine compares it with vLLM's layout."""
 
 from __future__ import annotations
 

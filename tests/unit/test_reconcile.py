@@ -1,4 +1,4 @@
-"""plan(): what a reconciliation loads, keeps and drops, decided from data alone."""
+"""plan(): caches to load, keep and drop, decided from data alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file beside the socket: what a daemon held, for whoever asks while it is away."""
+"""The file beside the socket: memory that a daemon held, for engines that ask while it is away."""
 
 from __future__ import annotations
 

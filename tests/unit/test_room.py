@@ -1,4 +1,4 @@
-"""The bound on what a load takes: from the model as it is built, never from the files' sizes."""
+"""The bound on a load's memory: from the built model, never from the files' sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A model packed, encoded, decoded and attached is the model that was loaded, for all that torch
-has on a CPU.
-"""
+"""A model survives packing, encoding, decoding and attaching, with all that torch has on a CPU."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def facts(tensor: torch.Tensor) -> Facts:
 
 
 def reach(model: nn.Module, path: str) -> Any:
-    """What Python finds at the path."""
+    """The object that Python finds at the path."""
     return eval(f"model.{path}", {"model": model})  # the paths are this file's
 
 
@@ -82,9 +80,7 @@ def round_trip(
     run_hooks: Callable[[Any], None] = lambda model: None,
     copy: bool = False,
 ) -> Any:
-    """Pack and attach a model, whose tensors at these paths must come out as they went in. Returns
-    the new one.
-    """
+    """Pack and attach a model; tensors at these paths must be unchanged. Returns the new model."""
     before: dict[str, Facts] = {}
 
     def note(model: nn.Module) -> None:
@@ -98,7 +94,7 @@ def round_trip(
         assert {path: facts(reach(model, path)) for path in paths} == before
         proven = packed.prove(run_hooks)
         assert without_leftovers(proven) == packed.index
-        # An engine is told what to remove, and does not look.
+        # The index tells an engine which tensors to remove; it does not look.
         model = packed.but(index=proven).attach(run_hooks, copy=copy)
         assert {path: facts(reach(model, path)) for path in paths} == before
     return model
@@ -117,9 +113,7 @@ def module(**tensors: Any) -> Any:
 
 
 class Helper:
-    """An object as vLLM's quantization methods and kernels are: no module, but its module is
-    vLLM's.
-    """
+    """An object like vLLM's quantization methods and kernels: no module, but of a module of vLLM."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -169,7 +163,7 @@ def refusal(function: Callable[..., Any], *arguments: Any) -> str:
     return str(e.value)
 
 
-class Wrapper(torch.Tensor):  # type: ignore[misc]
+class Wrapper(torch.Tensor):
     """As torchao's: the data is in inner tensors."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -367,7 +361,7 @@ def test_same_buffer_may_be_persistent_in_one_module_only() -> None:
     assert list(model.state_dict()) == ["kept.scale"]
 
 
-# ---- where tensors hang
+# ---- places of tensors
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -456,9 +450,7 @@ def test_tensors_in_helper_objects_survive() -> None:
 
 
 class OfAPlugIn:
-    """As a quantization method from outside vLLM and what it makes: any class that is not of a
-    known library.
-    """
+    """A quantization method from outside vLLM and its objects: any class of no known library."""
 
     __slots__ = ("__dict__", "scale", "unset")
 
@@ -603,7 +595,7 @@ def test_helper_objects_that_refer_to_each_other_are_walked_once() -> None:
 # ---- parameters and buffers
 
 
-class ScaleParameter(nn.Parameter):  # type: ignore[misc]
+class ScaleParameter(nn.Parameter):
     """As vLLM's: a Parameter class that carries how it is sharded."""
 
 
@@ -780,7 +772,7 @@ def test_what_one_engine_writes_no_other_sees(copy: bool) -> None:
                 False
             ] * 4
         assert [tensor.all().item() for tensor in first.parameters()] == [True] * 3
-        # The segments' bytes are what they were.
+        # The segments' bytes are unchanged.
         assert without_leftovers(packed.prove()) == packed.index
 
 

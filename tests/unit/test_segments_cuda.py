@@ -1,8 +1,7 @@
 """CUDA segments on a stateful fake driver: content survives its creator, and every error gives
 everything back.
 
-What needs a GPU (that pages are read-only, that torch sees the memory in place, time) is in
-tests/gpu.
+tests/gpu has the tests that need a GPU: read-only pages, torch on the memory in place, times.
 """
 
 from __future__ import annotations
@@ -81,9 +80,7 @@ MAP_CALLS = (
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose driver has a version and whose GPUs nobody uses, whatever this one has; empty
-    afterwards.
-    """
+    """A machine with a driver version and unused GPUs, independent of this one; empty afterwards."""
     monkeypatch.setattr(gpus, "holders", lambda uuid: [])
     monkeypatch.setattr(gpus, "kernel_driver_version", lambda: "580.159.03")
     yield
@@ -466,9 +463,7 @@ def test_context_is_held_until_the_last_tensor_is_gone(driver: FakeDriver) -> No
 def test_context_finalized_before_its_ranges_goes_with_the_last_of_them(
     driver: FakeDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Python's collector finalizes a cycle's objects in any order: an error's traceback makes such
-    a cycle.
-    """
+    """Python's collector finalizes a cycle's objects in any order; tracebacks make such cycles."""
     gpu = Gpu(GPU, driver)
     mappings = [open_range(gpu) for _ in range(2)]
     context = gpu.context
@@ -947,7 +942,7 @@ def test_torch_that_copies_is_found_out(
 
 
 def test_torch_refuses_arrays_that_are_marked_read_only() -> None:
-    """The reason why DeviceArray does not say so. Where this fails, it should."""
+    """The reason why DeviceArray does not declare it. If this fails, it should."""
     torch = pytest.importorskip("torch")
     array = types.SimpleNamespace(
         __cuda_array_interface__={"shape": (1,), "typestr": "|u1", "data": (1, True), "version": 3}
@@ -1288,9 +1283,7 @@ def pick(things: list[Any], which: int) -> Any:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Segments, descriptors, mappings and tensors come and go, with and without faults; nothing is
-    lost or left.
-    """
+    """Segments, descriptors, mappings and tensors come and go, with faults; nothing leaks."""
 
     def __init__(self) -> None:
         super().__init__()

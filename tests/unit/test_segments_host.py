@@ -1,6 +1,4 @@
-"""Host segments: sealed memfds whose bytes nobody can change, whatever an engine writes to its
-mapping of them.
-"""
+"""Host segments: sealed memfds that nobody can change, whatever engines write to their mappings."""
 
 from __future__ import annotations
 
@@ -213,7 +211,7 @@ def test_published_segment_is_not_the_creators_any_more(backend: HostBackend) ->
             segment.publish()
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @pytest.mark.parametrize("nbytes", [0, -PAGE, 1, PAGE + 1])

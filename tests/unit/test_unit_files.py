@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weightcached.config import manifest as manifests
-from weightcached.config.engines import ENGINE_KEYS
+from weightcached.config.engines import EngineEntry
 from weightcached.config.manifest import load_manifest
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG
 from weightcached.system.units import UNITS, install, source
@@ -193,9 +193,10 @@ def test_example_manifest_loads_as_it_is_and_with_every_key_in_force(tmp_path: P
 
 def test_example_manifest_has_every_key_once() -> None:
     text = uncommented(source("manifest.yaml").read_text())
+    for key in manifests.Document.__struct_fields__:
+        assert len(re.findall(rf"^(?:# )?{key}:", text, re.MULTILINE)) == 1, key
     models, engines = text.split("\nengines:\n")
-    for key in (*manifests.ROOT_KEYS, *manifests.MODEL_KEYS, *manifests.LAYOUT_KEYS):
-        if key != "engines":
-            assert len(re.findall(rf"^[ -]*{key}:", models, re.MULTILINE)) == 1, key
-    for key in ENGINE_KEYS:
+    for key in (*manifests.ModelEntry.__struct_fields__, *manifests.LAYOUT_KEYS):
+        assert len(re.findall(rf"^[ -]*{key}:", models, re.MULTILINE)) == 1, key
+    for key in EngineEntry.__struct_fields__:
         assert len(re.findall(rf"^[ -]*{key}:", engines, re.MULTILINE)) == 1, key

@@ -17,8 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.values import encode_value
 from weightcached.errors import IndexFormatError
-from weightcached.model.values import NotAValue, decode_value, encode_value, from_wire, to_wire
+from weightcached.model.values import NotAValue, decode_value, from_wire, to_wire
 from weightcached.vllm_compat.hooks import PostProcessing
 
 TAGS = "$device, $dict, $dtype, $enum, $frozenset, $list, $set, $size, $tuple"

@@ -129,7 +129,7 @@ def handing_out(
             generation=3,
             nbytes=packed.index.nbytes,
             segment_nbytes=[],
-            index_digest="x",
+            index_digest=index_format.digest_of(index_format.encode(packed.index)),
             descriptors=announced,
         )
         yield Packet(
@@ -180,7 +180,7 @@ def test_missing_segment_is_a_fault_of_the_daemon(
     with pytest.raises(ProtocolError) as e:
         verify_cache.verify_cache("cpu0", "tiny/target")
     close_all(fds)
-    assert str(e.value) == "tiny/target: 1 segments came, the index names 2"
+    assert str(e.value) == "tiny/target has 2 segments, 1 descriptors came"
 
 
 def test_index_that_is_not_sealed_is_a_fault_of_the_daemon(
@@ -193,10 +193,7 @@ def test_index_that_is_not_sealed_is_a_fault_of_the_daemon(
     with pytest.raises(WeightcachedError) as e:
         verify_cache.verify_cache("cpu0", "tiny/target")
     close_all(fds)
-    assert (
-        str(e.value)
-        == "the index of tiny/target: the descriptor is not a memfd sealed against change"
-    )
+    assert str(e.value) == "tensor index: the descriptor is not a memfd sealed against change"
 
 
 def test_daemon_that_hands_out_nothing_is_a_fault_of_the_daemon(
@@ -213,7 +210,7 @@ def test_daemon_that_hands_out_nothing_is_a_fault_of_the_daemon(
     run(lambda request: [ready])
     with pytest.raises(ProtocolError) as e:
         verify_cache.verify_cache("cpu0", "tiny/target")
-    assert str(e.value) == "tiny/target: the daemon handed out no index"
+    assert str(e.value) == "the daemon handed out no index of tiny/target"
 
 
 def test_verifying_imports_no_torch(packed: Packed) -> None:

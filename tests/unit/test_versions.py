@@ -35,7 +35,7 @@ def test_unseen_release_gets_one_warning(version: str, caplog: pytest.LogCapture
     (message,) = caplog.messages
     assert message == (
         f"weightcached was not tried with vLLM {version}, only with 0.32 and 0.33; if the cache is "
-        "not used, 'python -m weightcached.vllm_compat.versions' names what this vLLM lacks"
+        "not used, 'python -m weightcached.vllm_compat.versions' lists the names that this vLLM lacks"
     )
 
 
@@ -45,7 +45,7 @@ def test_installed_vllm_has_every_name_that_is_used() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(
-        r"vLLM \S+ \(seen\): [1-9]\d* names used, 0 not there", done.stdout.strip().splitlines()[-1]
+        r"vLLM \S+ \(seen\): [1-9]\d* names used, 0 missing", done.stdout.strip().splitlines()[-1]
     )
 
 
@@ -70,4 +70,4 @@ def test_what_a_release_lacks_is_named(
     assert versions.main() == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("vllm.envs:no_such_name, used in build: AttributeError: ")
-    assert lines[-1].endswith("2 names used, 1 not there")
+    assert lines[-1].endswith("2 names used, 1 missing")

@@ -110,10 +110,21 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "done_bytes": 0,
                         "total_bytes": 0,
                         "error": "",
-                        "engines": [{"pid": 4242, "since": 1700000100.5, "parked": False}],
+                        "retry_at": None,
+                        "warning": "",
+                        "engines": [
+                            {
+                                "pid": 4242,
+                                "since": 1700000100.5,
+                                "parked": False,
+                                "generation": 0,
+                                "bytes": 0,
+                            }
+                        ],
                         "load_phases": {"weights": 1.5, "proving": 0.25},
                     }
                 ],
+                "old_generations": [],
             }
         ]
     }
@@ -212,7 +223,8 @@ def test_missing_runtime_directory_exits_78(runtime: Path, monkeypatch: pytest.M
         78,
         "",
         "weightcachectl: the runtime directory /nonexistent does not exist: log in through a session that "
-        f"systemd-logind opens, or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR\n",
+        f"systemd-logind opens, or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR, "
+        "or name the directory of the sockets: --socket-dir\n",
     )
 
 
@@ -367,7 +379,7 @@ def test_reload_that_takes_too_long_is_told_and_goes_on(runtime: Path) -> None:
         3,
         "",
         "cpu0 a/target: read weights\n"
-        "weightcachectl: cpu0: the reload was not over within 0.3 s and goes on: weightcachectl status\n",
+        "weightcachectl: cpu0: the reload is not over after 0.3 s and goes on: weightcachectl status\n",
     )
 
 
@@ -453,9 +465,7 @@ def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise result
         return result
 
-    monkeypatch.setitem(
-        sys.modules, "weightcached.cli.verify_cache", SimpleNamespace(verify_cache=verify_cache)
-    )
+    monkeypatch.setattr("weightcached.cli.verify.verify_cache", verify_cache)
     return results
 
 
@@ -501,9 +511,7 @@ def test_verify_that_cannot_read_exits_1(runtime: Path, verifier: list[Any]) -> 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setitem(
-        sys.modules, "weightcached.system.gpus", SimpleNamespace(list_gpus=lambda: found)
-    )
+    monkeypatch.setattr("weightcached.cli.devices.list_gpus", lambda: found)
     return found
 
 

@@ -27,15 +27,17 @@ from weightcached.checkpoint.files import StatTuple, check_unchanged, open_recor
 from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.errors import CheckpointError
 
-# Both are part of each digest. If one of them changes, CACHE_FORMAT must change too.
+# Both are part of each digest. If one of them changes, DIGEST_FORMAT must change too.
 CHUNK_BYTES = 64 << 20
 SAMPLE_BYTES = 4096
-CACHE_FORMAT = 1
+DIGEST_FORMAT = 1
+CACHE_FORMAT = 2
+# A file keeps its inode through chmod and new links, so its former states are kept for comparison.
+_KEPT_PER_FILE = 4
 # Fits the second-level cache of one core together with its copy in the page cache's way.
 _READ_BYTES = 1 << 20
 _UNSTRUCTURED_SAMPLES = 256
 _MAX_ENTRY_BYTES = 4096
-_DIGEST_BYTES = 16
 
 Progress = Callable[[int, int], None]
 
@@ -52,17 +54,19 @@ class Source(NamedTuple):
 
 
 class CacheEntry(msgspec.Struct, frozen=True):
-    """One file's digest in the cache. `check`, the xxh3-64 of the other fields, shows a torn entry."""
+    """One file's digests (hex) by its status, the newest first.
+
+    check: the xxh3-64 of the other fields, which shows a torn entry.
+    """
 
     format: int
-    stat: StatTuple
-    digest: str
+    digests: list[tuple[StatTuple, str]]
     check: str = ""
 
 
 def combine(kind: str, parts: Sequence[tuple[int, bytes]]) -> str:
     """One hex digest of (size, digest) per file, in reading order. kind: `sample` or `full`."""
-    hasher = xxhash.xxh3_128(f"weightcached {kind} {CACHE_FORMAT}\0".encode())
+    hasher = xxhash.xxh3_128(f"weightcached {kind} {DIGEST_FORMAT}\0".encode())
     for nbytes, digest in parts:
         hasher.update(nbytes.to_bytes(8, "little") + digest)
     return hasher.hexdigest()
@@ -147,15 +151,15 @@ def digest_files(
 ) -> list[bytes]:
     """Digest of every byte of every file, on `workers` threads (default: one per usable core).
 
-    A file whose digest is cached under its present status is not opened. progress(done, total)
-    counts bytes and is called in this thread. Raises CheckpointError for a file that is not, or
-    does not stay, as recorded.
+    A file whose digest is cached under its recorded status is not opened, even if it has changed
+    since. progress(done, total) counts bytes and is called in this thread. Raises CheckpointError
+    for another that is not, or does not stay, as recorded.
     """
-    for source in sources:
-        check_current(source)
     cache = DigestCache.of_user()
     digests = {source: cache.get(source.stat) for source in sources}
     todo = [source for source, digest in digests.items() if digest is None]
+    for source in todo:
+        check_current(source)
     total = sum(source.nbytes for source in digests)
     done = total - sum(source.nbytes for source in todo)
     if progress is not None:
@@ -239,8 +243,8 @@ class DigestCache:
     """Digests of files by their status. Losing it costs time only, so faults of the cache are
     misses, never errors.
 
-    One entry per file, named by device and inode: a changed file replaces its own entry, and two
-    processes that write the same one both write the same content.
+    One entry per file, named by device and inode, with the digests of its last few states. Two
+    processes that write the same one may lose the other's digest.
     """
 
     def __init__(self, directory: str | None) -> None:
@@ -263,21 +267,25 @@ class DigestCache:
 
     def get(self, key: StatTuple) -> bytes | None:
         """The digest of the file with exactly this status, or None."""
+        digest = dict(self._entry(key)).get(key)
+        return bytes.fromhex(digest) if digest else None
+
+    def _entry(self, key: StatTuple) -> list[tuple[StatTuple, str]]:
+        """All digests of the file that has, or had, this status."""
         if self._directory is None:
-            return None
+            return []
         try:
             entry = msgspec.json.decode(self._read(_path(self._directory, key)), type=CacheEntry)
-            digest = bytes.fromhex(entry.digest)
         except (OSError, ValueError):  # msgspec.DecodeError is a ValueError
-            return None
-        return (
-            digest if entry == _entry(key, entry.digest) and len(digest) == _DIGEST_BYTES else None
-        )
+            return []
+        return entry.digests if entry == _checked(entry.digests) else []
 
     def put(self, key: StatTuple, digest: bytes) -> None:
         """Keep a digest; does nothing if the directory cannot be written to."""
         if self._directory is None:
             return
+        others = [(stat, known) for stat, known in self._entry(key) if stat != key]
+        entry = _checked([(key, digest.hex()), *others][:_KEPT_PER_FILE])
         # Random: two containers that share a home may also share process ids.
         temporary = os.path.join(self._directory, f".{os.urandom(8).hex()}")
         with suppress(OSError):
@@ -287,7 +295,7 @@ class DigestCache:
                 0o600,
             )
             try:
-                os.write(fd, msgspec.json.encode(_entry(key, digest.hex())))
+                os.write(fd, msgspec.json.encode(entry))
                 os.rename(temporary, _path(self._directory, key))
             except OSError:
                 os.unlink(temporary)
@@ -323,6 +331,6 @@ def _only_ours(directory: str) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
 
 
-def _entry(key: StatTuple, digest: str) -> CacheEntry:
-    check = xxhash.xxh3_64(msgspec.json.encode(CacheEntry(CACHE_FORMAT, key, digest))).hexdigest()
-    return CacheEntry(CACHE_FORMAT, key, digest, check)
+def _checked(digests: list[tuple[StatTuple, str]]) -> CacheEntry:
+    check = xxhash.xxh3_64(msgspec.json.encode(CacheEntry(CACHE_FORMAT, digests))).hexdigest()
+    return CacheEntry(CACHE_FORMAT, digests, check)

@@ -13,7 +13,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -41,8 +41,15 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "npcache": ("*.bin", "*.pt"),
     "gguf": ("*.gguf",),
 }
-_UNINDEXED = ("sharded_state", "runai_streamer_sharded")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+# Formats that read the shards which an index names, and no others.
+_INDEXES = {
+    "hf": _HF_INDEX,
+    "safetensors": _HF_INDEX,
+    "fastsafetensors": _HF_INDEX,
+    "instanttensor": _HF_INDEX,
+    "runai_streamer": _HF_INDEX,
+    "mistral": _MISTRAL_INDEX,
+}
 _TRAINING_STATE = (
     "training_args.bin",
     "optimizer.bin",
@@ -52,19 +59,20 @@ _TRAINING_STATE = (
 )
 _GGUF_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _REPO_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
-_BLOB_TARGET = re.compile(r"(?:.*/)?blobs/([0-9a-f]{64})")
+# Large files are called by the sha256 of their content, small ones by git's sha1 of it.
+_BLOB_TARGET = re.compile(r"(?:.*/)?blobs/([0-9a-f]{64}|[0-9a-f]{40})")
+_SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/([^/]+)")
+_TRUE = ("1", "ON", "YES", "TRUE")
 _MAX_INDEX_FILE_BYTES = 100_000_000
-# A sub-folder deeper than this holds no weights that a model reads; a loop of bind mounts ends here
-# too.
-_MAX_DEPTH = 4
 # The kernel stamps ctime with its tick, at most 10 ms long: a file younger than this could change
 # again unseen.
 _SETTLE_S = 0.02
+_SETTLE_POLL_S = 0.002
 _SETTLE_LIMIT_S = 1.0
 
 
 class WeightFile(NamedTuple):
-    """One weight file. name: relative to the root; blob: its sha256 name in a Hub cache, or empty."""
+    """One file. name: below the root, or absolute; blob: its name in a Hub cache, or ""."""
 
     name: str
     stat: StatTuple
@@ -80,31 +88,46 @@ def stat_tuple(info: os.stat_result) -> StatTuple:
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
-def find_weight_files(
+class Chosen(NamedTuple):
+    """The files that an engine would read now.
+
+    The weight files in reading order, the index files that name them, and names of index files that
+    it would look for and not find.
+    """
+
+    root: str
+    files: list[WeightFile]
+    indexes: list[WeightFile]
+    absent: list[str]
+
+
+def choose_files(
     model: str, *, revision: str | None, download_dir: str | None, load_format: str
-) -> tuple[str, list[WeightFile]]:
-    """The checkpoint's root and its weight files, in the order in which the engine reads them.
+) -> Chosen:
+    """The files that an engine would read for this model argument.
 
     Opens no weight file. Waits up to a second for files that were written this very moment. Raises
     CheckpointError.
     """
     if os.path.isfile(model):
         root, names = os.path.dirname(os.path.abspath(model)), _single_file(model)
-    elif os.path.isdir(model):
-        root = os.path.abspath(model)
-        names = _choose(root, _formats(root, load_format, hub=False))
+        formats = ["gguf"]
     else:
-        root = _snapshot(model, revision, download_dir)
-        names = _choose(root, _formats(root, load_format, hub=True))
+        is_directory = os.path.isdir(model)
+        root = os.path.abspath(model) if is_directory else _snapshot(model, revision, download_dir)
+        formats = _formats(root, load_format, hub=not is_directory and not hub_is_offline())
+        names = _choose(root, formats)
     if not names:
-        raise CheckpointError(
-            f"checkpoint {root} has no weight files that load format {load_format!r} reads: "
-            f"expected {' or '.join(_PATTERNS.get(load_format, _PATTERNS['hf']))}; name another model or load format"
-        )
-    return root, _settled(root, sorted(names, key=_reading_order))
+        raise CheckpointError(_no_weights(root, load_format))
+    ordered = sorted(names, key=reading_order)
+    indexes = sorted({_INDEXES[name] for name in formats if name in _INDEXES})
+    present = [name for name in indexes if os.path.lexists(os.path.join(root, name))]
+    files = look_at(root, [*ordered, *present])
+    absent = [name for name in indexes if name not in present]
+    return Chosen(root, files[: len(ordered)], files[len(ordered) :], absent)
 
 
-def _reading_order(name: str) -> tuple[list[tuple[int, str]], str]:
+def reading_order(name: str) -> tuple[list[tuple[int, str]], str]:
     # Digits count as numbers: shard 10 is read after shard 9. A tensor that stands in two shards
     # keeps the last one's value, so the order is part of the identity.
     parts = re.split(r"([0-9]+)", os.path.basename(name))
@@ -140,6 +163,39 @@ def hub_cache_dir() -> str:
     return os.path.expandvars(os.path.expanduser(path))
 
 
+def hub_is_offline() -> bool:
+    """Whether huggingface_hub asks no network; vLLM then takes the snapshot for a directory."""
+    values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value.upper() in _TRUE for value in values)
+
+
+def _no_weights(root: str, load_format: str) -> str:
+    patterns = " or ".join(_PATTERNS.get(load_format, _PATTERNS["hf"]))
+    text = f"checkpoint {root} has no weight files that load format {load_format!r} reads: "
+    if not _SNAPSHOT.fullmatch(root):
+        return f"{text}expected {patterns}; name another model or load format"
+    if complete := _complete_snapshots(root, load_format):
+        # A download of the configuration alone moves refs/main too.
+        return (
+            f"{text}only a part of this revision was downloaded; complete is revision "
+            f"{' and '.join(complete)}: download this one, or pin that one with 'revision: {complete[-1]}' beside "
+            "'model:'"
+        )
+    return f"{text}expected {patterns}; download the model, or name another"
+
+
+def _complete_snapshots(root: str, load_format: str) -> list[str]:
+    """The other revisions of the repository that have weight files, the newest last."""
+    parent = os.path.dirname(root)
+    complete: list[tuple[int, str]] = []
+    for commit in os.listdir(parent):
+        snapshot = os.path.join(parent, commit)
+        with suppress(OSError, CheckpointError):
+            if _choose(snapshot, _formats(snapshot, load_format, hub=False)):
+                complete.append((os.stat(snapshot).st_mtime_ns, commit))
+    return [commit for _, commit in sorted(complete)]
+
+
 def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str:
     if not _REPO_ID.fullmatch(model):
         raise CheckpointError(
@@ -169,7 +225,7 @@ def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str
 
 
 def _formats(root: str, load_format: str, *, hub: bool) -> list[str]:
-    """The format in force; of a Hub model in both formats both, since vLLM's choice needs the Hub."""
+    """The format in force; both, if a Hub model has both: vLLM's choice needs the Hub."""
     if load_format == "auto":
         if not _matching(root, _MISTRAL_PATTERN):
             return ["hf"]
@@ -187,17 +243,15 @@ def _choose(root: str, formats: list[str]) -> set[str]:
     for load_format in formats:
         for pattern in _PATTERNS[load_format]:
             found = _matching(root, pattern)
-            if pattern.endswith(".safetensors") and load_format not in _UNINDEXED:
-                found = _indexed(
-                    root, found, _MISTRAL_INDEX if load_format == "mistral" else _HF_INDEX
-                )
+            if pattern.endswith(".safetensors") and load_format in _INDEXES:
+                found = _indexed(root, found, _INDEXES[load_format])
             elif pattern == "*.bin":
                 _indexed(root, found, _BIN_INDEX)
             found = {name for name in found if not name.endswith(_TRAINING_STATE)}
             if found:
                 names |= found
                 break
-    return names | _nested(root) if names else names
+    return names
 
 
 def _matching(root: str, pattern: str) -> set[str]:
@@ -241,27 +295,6 @@ def _indexed(root: str, found: set[str], index_name: str) -> set[str]:
     return {os.path.normpath(shard) for shard in shards}
 
 
-def _nested(root: str) -> set[str]:
-    """Weight files in sub-folders. Some models read them (projections of embedding models, audio
-    encoders), which only the model's class knows; one too many costs time, one too few would be a
-    value that nobody compares.
-    """
-    names: set[str] = set()
-    for directory, folders, files in os.walk(root):
-        inner = os.path.relpath(directory, root)
-        depth = 0 if inner == "." else inner.count("/") + 1
-        folders[:] = [f for f in folders if not f.startswith(".")] if depth < _MAX_DEPTH else []
-        if depth:
-            names |= {
-                os.path.join(inner, name)
-                for name in files
-                if name.endswith(_WEIGHT_SUFFIXES)
-                and not name.startswith(".")
-                and not name.endswith(_TRAINING_STATE)
-            }
-    return names
-
-
 # ---- looking at files without being held up or fooled by them
 
 
@@ -279,23 +312,29 @@ def kind_of(mode: int) -> str:
     return "a regular file"
 
 
-def _settled(root: str, names: list[str]) -> list[WeightFile]:
-    """The files' records. Waits until no file is so young that a change could keep its ctime."""
+def look_at(root: str, names: list[str]) -> list[WeightFile]:
+    """The files' records. Waits until no file is so young that a change could keep its ctime.
+
+    Raises CheckpointError.
+    """
     deadline = time.monotonic() + _SETTLE_LIMIT_S
     while True:
         files = [_look(root, name) for name in names]
         youngest = max(files, key=lambda file: file.stat[4])
-        age_s = (time.time_ns() - youngest.stat[4]) / 1e9
-        # A ctime in the future comes from a clock that was set back; waiting for it would be no
-        # use.
-        if not 0 <= age_s < _SETTLE_S:
+        if is_settled(youngest.stat[4]):
             return files
         if time.monotonic() > deadline:
             path = os.path.join(root, youngest.name)
             raise CheckpointError(
                 f"weight file {path} is being written: start again when the checkpoint is complete"
             )
-        time.sleep(_SETTLE_S - age_s)
+        time.sleep(_SETTLE_POLL_S)
+
+
+def is_settled(ctime_ns: int) -> bool:
+    """Whether a next change of the file would show in its ctime."""
+    # A ctime in the future comes from a clock that was set back; waiting for it would be no use.
+    return not 0 <= (time.time_ns() - ctime_ns) / 1e9 < _SETTLE_S
 
 
 def _look(root: str, name: str) -> WeightFile:
@@ -314,10 +353,11 @@ def _look(root: str, name: str) -> WeightFile:
         raise CheckpointError(
             f"weight file {path} cannot be read: Permission denied; chmod u+r it or run as its owner"
         )
-    return WeightFile(name, stat_tuple(info), _blob(path))
+    return WeightFile(name, stat_tuple(info), blob_of(path))
 
 
-def _blob(path: str) -> str:
+def blob_of(path: str) -> str:
+    """The content digest that a file of a Hub cache is called by, or nothing."""
     try:
         target = _BLOB_TARGET.fullmatch(os.readlink(path))
     except OSError:  # not a symbolic link

@@ -14,25 +14,38 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from weightcached.checkpoint.digests import Source, combine, digest_files, sample_file
-from weightcached.checkpoint.files import StatTuple, find_weight_files, open_recorded, stat_tuple
+from weightcached.checkpoint.files import (
+    StatTuple,
+    WeightFile,
+    choose_files,
+    look_at,
+    open_recorded,
+    stat_tuple,
+)
 from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.errors import EXIT_FAILURE, EXIT_USAGE, CheckpointError
 
 MAX_FILES = 4096
-_MAX_NAME_CHARS = 1_000
+MAX_NAME_CHARS = 1_000
 _MAX_ROOT_CHARS = 4_096
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One weight file as it was recorded. `blob` is its sha256 name in the Hub cache, or empty."""
+    """One file as it was recorded.
 
-    name: Annotated[str, Meta(max_length=1_000)]
+    name: relative to the root, or absolute outside of it; blob: its name in the Hub cache, a
+    digest, or "".
+    """
+
+    name: Name
     device: int
     inode: int
     size: int
@@ -47,12 +60,27 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CheckpointIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The weight files of one checkpoint and the digests made of them so far (hex, or empty)."""
+    """The files of one checkpoint and the digests made of them so far (hex, or empty).
+
+    `files` are the weight files that an engine would choose now, in reading order; after a load,
+    those of them that the load read. `extra` are other files that it read, by name: the index of
+    the shards, weights in sub-folders. `absent` are names that it looked for and did not find,
+    `unread` names of chosen files that it did not read. The digests cover `files` and `extra`, in
+    this order.
+    """
 
     root: Annotated[str, Meta(max_length=4_096)]
     files: Annotated[list[FileRecord], Meta(max_length=MAX_FILES)] = []
     sample: Annotated[str, Meta(max_length=128)] = ""
     full: Annotated[str, Meta(max_length=128)] = ""
+    extra: Annotated[list[FileRecord], Meta(max_length=MAX_FILES)] = []
+    absent: Annotated[list[Name], Meta(max_length=MAX_FILES)] = []
+    unread: Annotated[list[Name], Meta(max_length=MAX_FILES)] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files that digests are made of, in their order."""
+        return [file.name for file in (*self.files, *self.extra)]
 
 
 # ---- making and completing a record
@@ -73,33 +101,67 @@ def record_checkpoint(
     Call it before the weights are read and changed_files() after: then the record describes the
     weights that were read. Raises CheckpointError.
     """
-    root, found = find_weight_files(
+    chosen = choose_files(
         model, revision=revision, download_dir=download_dir, load_format=load_format
     )
+    _check_text(chosen.root, _MAX_ROOT_CHARS)
+    return CheckpointIdentity(
+        root=chosen.root,
+        files=records_of(chosen.root, chosen.files),
+        extra=records_of(chosen.root, chosen.indexes),
+        absent=chosen.absent,
+    )
+
+
+def records_of(root: str, found: Sequence[WeightFile]) -> list[FileRecord]:
+    """The files as records. Raises CheckpointError for too many files or too long names."""
     if len(found) > MAX_FILES:
         raise CheckpointError(
             f"checkpoint {root} has {len(found)} weight files: at most {MAX_FILES} are compared"
         )
-    for path, limit in [(root, _MAX_ROOT_CHARS), *((file.name, _MAX_NAME_CHARS) for file in found)]:
-        # A name that os.fsdecode() could not decode cannot travel in a message either.
-        if len(path) > limit or any("\ud800" <= char <= "\udfff" for char in path):
-            raise CheckpointError(
-                f"path {path[:200]!r} is longer than {limit} characters or not UTF-8: rename it"
-            )
+    for file in found:
+        _check_text(file.name, MAX_NAME_CHARS)
+    return [FileRecord(file.name, *file.stat, file.blob) for file in found]
+
+
+def _check_text(path: str, limit: int) -> None:
+    # A name that os.fsdecode() could not decode cannot travel in a message either.
+    if len(path) > limit or any("\ud800" <= char <= "\udfff" for char in path):
+        raise CheckpointError(
+            f"path {path[:200]!r} is longer than {limit} characters or not UTF-8: rename it"
+        )
+
+
+def with_files(identity: CheckpointIdentity, names: Sequence[str]) -> CheckpointIdentity:
+    """The record of exactly these names, in this order, for digests of them.
+
+    Looks now for files that are not recorded yet. Raises CheckpointError for an unreadable file.
+    """
+    if list(names) == [*identity.names, *identity.absent]:
+        return identity
+    known = {file.name: file for file in (*identity.files, *identity.extra)}
+    unknown = [name for name in names if name not in known]
+    new = [name for name in unknown if os.path.lexists(os.path.join(identity.root, name))]
+    if new:
+        found = records_of(identity.root, look_at(identity.root, new))
+        known |= {file.name: file for file in found}
+    chosen = {file.name for file in identity.files}
     return CheckpointIdentity(
-        root=root, files=[FileRecord(file.name, *file.stat, file.blob) for file in found]
+        root=identity.root,
+        files=[known[name] for name in names if name in chosen],
+        extra=[known[name] for name in names if name in known and name not in chosen],
+        absent=[name for name in names if name not in known],
     )
 
 
 def check_headers(identity: CheckpointIdentity) -> int:
     """Check the header of every safetensors file; returns the bytes of all tensors.
 
-    Files of other kinds count with their size. The sum is an upper bound of a load: files in
-    sub-folders, which few models read, count too. Raises CheckpointError naming file, tensor and
+    Files of other kinds count with their size. Raises CheckpointError naming file, tensor and
     value.
     """
     total = 0
-    for source in _sources(identity):
+    for source in _sources(identity.root, identity.files):
         with open_recorded(source.path, source.stat) as fd:
             if source.path.endswith(".safetensors"):
                 total += sum(
@@ -114,8 +176,11 @@ def check_headers(identity: CheckpointIdentity) -> int:
 
 
 def changed_files(identity: CheckpointIdentity) -> list[str]:
-    """Names of the files that are no longer as recorded; a missing file counts. Opens none."""
-    return [file.name for file in identity.files if _stat_now(identity.root, file) != file.stat]
+    """Names of files that are no longer as recorded; missing and new ones count. Opens none."""
+    files = (*identity.files, *identity.extra)
+    changed = [file.name for file in files if _stat_now(identity.root, file) != file.stat]
+    new = [n for n in identity.absent if os.path.lexists(os.path.join(identity.root, n))]
+    return changed + new
 
 
 def sample_digest(identity: CheckpointIdentity) -> str:
@@ -123,9 +188,8 @@ def sample_digest(identity: CheckpointIdentity) -> str:
 
     Raises CheckpointError for a file that is not as recorded.
     """
-    return combine(
-        "sample", [(source.nbytes, sample_file(source)) for source in _sources(identity)]
-    )
+    sources = _all_sources(identity)
+    return combine("sample", [(source.nbytes, sample_file(source)) for source in sources])
 
 
 def full_digest(
@@ -137,10 +201,11 @@ def full_digest(
     """Digest of every byte of every file, in reading order; names do not count.
 
     progress(done_bytes, total_bytes) is called in this thread. `workers` are threads, by default
-    one per usable core. Files that were read before and have not changed since are not opened
-    again. Raises CheckpointError for a file that is not, or does not stay, as recorded.
+    one per usable core. A file that was read before, as it is recorded, is not opened again, and
+    may have changed since. Raises CheckpointError for another that is not, or does not stay, as
+    recorded.
     """
-    sources = _sources(identity)
+    sources = _all_sources(identity)
     digests = digest_files(sources, progress=progress, workers=workers)
     return combine(
         "full", [(source.nbytes, digest) for source, digest in zip(sources, digests, strict=True)]
@@ -164,8 +229,12 @@ def with_full(
     )
 
 
-def _sources(identity: CheckpointIdentity) -> list[Source]:
-    return [Source(os.path.join(identity.root, file.name), file.stat) for file in identity.files]
+def _all_sources(identity: CheckpointIdentity) -> list[Source]:
+    return _sources(identity.root, [*identity.files, *identity.extra])
+
+
+def _sources(root: str, files: Sequence[FileRecord]) -> list[Source]:
+    return [Source(os.path.join(root, file.name), file.stat) for file in files]
 
 
 def _stat_now(root: str, file: FileRecord) -> StatTuple | None:
@@ -179,6 +248,7 @@ def _stat_now(root: str, file: FileRecord) -> StatTuple | None:
 
 Rung = Literal["files", "blobs", "sample", "full"]
 Side = Literal["cached", "asked"]
+_Pair = tuple[FileRecord, FileRecord]
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -198,9 +268,9 @@ class Different(Decision, frozen=True):
 
 
 class Need(Decision, frozen=True):
-    """Undecided until `sides` have the digest of `rung`."""
+    """Undecided until `sides` have the digest of `rung`; for `files`: the record of those names."""
 
-    rung: Literal["sample", "full"]
+    rung: Literal["files", "sample", "full"]
     sides: tuple[Side, ...]
 
 
@@ -216,14 +286,21 @@ def decide(
     are equal checkpoints. An empty list of files equals nothing, not even itself. A Need that is
     met never comes back.
     """
-    refuted = _refuted(cached, asked)
+    ours, theirs = [*cached.files, *cached.extra], _counterparts(cached, asked)
+    if isinstance(theirs, Decision):
+        return theirs
+    if [file.name for file in theirs] != asked.names:
+        # Of other files: its digests say nothing here.
+        asked = msgspec.structs.replace(asked, sample="", full="")
+    pairs = list(zip(ours, theirs, strict=True))
+    refuted = _refuted(cached, asked, pairs)
     if refuted:
         return Different(refuted)
-    if [file.stat for file in cached.files] == [file.stat for file in asked.files]:
+    if all(a.stat == b.stat for a, b in pairs):
         return Equal("files")
     if cached.full and asked.full:
         return Equal("full")
-    if _same_blobs(cached, asked):
+    if _same_blobs(cached, asked, pairs):
         return Equal("blobs")
     if not (cached.sample and asked.sample):
         return Need("sample", _without(cached.sample, asked.sample))
@@ -232,18 +309,49 @@ def decide(
     return Need("full", _without(cached.full, asked.full))
 
 
+def names_to_compare(cached: CheckpointIdentity, asked: CheckpointIdentity) -> list[str]:
+    """The names to compare in the requested record; its digests cover these files."""
+    chosen = [file.name for file in _chosen(cached, asked)]
+    return [*chosen, *(file.name for file in cached.extra), *cached.absent]
+
+
+def _chosen(cached: CheckpointIdentity, asked: CheckpointIdentity) -> list[FileRecord]:
+    unread = set(cached.unread)
+    return [file for file in asked.files if file.name not in unread]
+
+
+def _counterparts(
+    cached: CheckpointIdentity, asked: CheckpointIdentity
+) -> list[FileRecord] | Decision:
+    """The requested record's counterpart of each cached file, or the decision."""
+    chosen = _chosen(cached, asked)
+    if not cached.files or not chosen:
+        return Different("a checkpoint without weight files equals no other")
+    if len(cached.files) != len(chosen):
+        return Different(
+            f"the cached checkpoint has {len(cached.files)} weight files, the requested one {len(chosen)}"
+        )
+    known = {file.name: file for file in (*asked.extra, *asked.files)}
+    absent = set(asked.absent)
+    for name in (file.name for file in cached.extra):
+        if name in absent:
+            return Different(f"{name}, which the load read, is missing in the requested one")
+    for name in cached.absent:
+        if name in known:
+            return Different(f"{name}, which the load did not find, is in the requested one")
+    if not absent.issuperset(cached.absent) or any(f.name not in known for f in cached.extra):
+        return Need("files", ("asked",))
+    return chosen + [known[file.name] for file in cached.extra]
+
+
 def _without(cached: str, asked: str) -> tuple[Side, ...]:
     sides: list[tuple[Side, str]] = [("cached", cached), ("asked", asked)]
     return tuple(side for side, digest in sides if not digest)
 
 
-def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity) -> str:
+def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity, pairs: list[_Pair]) -> str:
     """Why the two cannot be equal, or nothing."""
-    if not cached.files or not asked.files:
-        return "a checkpoint without weight files equals no other"
-    if len(cached.files) != len(asked.files):
-        return f"the cached checkpoint has {len(cached.files)} weight files, the requested one {len(asked.files)}"
-    for ours, theirs in zip(cached.files, asked.files, strict=True):
+    for ours, theirs in pairs:
         if ours.size != theirs.size:
             return (
                 f"{ours.name} has {ours.size} bytes in the cached checkpoint, "
@@ -258,7 +366,7 @@ def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity) -> str:
     return ""
 
 
-def _same_blobs(cached: CheckpointIdentity, asked: CheckpointIdentity) -> bool:
+def _same_blobs(cached: CheckpointIdentity, asked: CheckpointIdentity, pairs: list[_Pair]) -> bool:
     """Whether both are, file by file, the same Hub blobs.
 
     A blob's name vouches for its bytes only while nobody writes to it. If both records mean the
@@ -266,7 +374,7 @@ def _same_blobs(cached: CheckpointIdentity, asked: CheckpointIdentity) -> bool:
     it.
     """
     one_cache = _hub_repository(cached.root) == _hub_repository(asked.root)
-    for ours, theirs in zip(cached.files, asked.files, strict=True):
+    for ours, theirs in pairs:
         if not ours.blob or ours.blob != theirs.blob:
             return False
         one_file = one_cache or ours.stat[:2] == theirs.stat[:2]
@@ -302,8 +410,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lower_priority() -> None:
-    """Leave processor and disk to the engines. The nice value also lowers the disk's priority."""
+    """Leave processor and disk to the engines. The policy also lowers the disk's priority."""
     os.nice(19)
+    with suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 if __name__ == "__main__":

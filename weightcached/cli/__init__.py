@@ -1,1 +1,1 @@
-"""The two commands, `weightcached` and `weightcachectl`: one module a command."""
+"""`weightcached` and `weightcachectl`: one module for each command."""

@@ -1,32 +1,22 @@
-"""`weightcachectl devices`: the GPUs of this machine, and the devices that the manifest or a socket
-names.
-"""
+"""`weightcachectl devices`: this machine's GPUs, and devices that the manifest or a socket names."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 from weightcached.cli.text import columns
 from weightcached.config.manifest import ALL, Manifest, load_manifest
-from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
+from weightcached.errors import ManifestError, RuntimePathError
+from weightcached.system.gpus import list_gpus
 from weightcached.system.paths import devices_with_socket, is_host_device, manifest_path
 from weightcached.system.text import bytes_text
 
 _HEAD = ("DEVICE", "NAME", "MEMORY", "SOCKET", "MODELS")
 
 
-class Gpu(Protocol):
-    """What weightcached.system.gpus.list_gpus() gives for each GPU or MIG instance."""
-
-    uuid: str
-    name: str
-    total_bytes: int
-
-
 class Device(NamedTuple):
-    """One device that can have a unit. `total_bytes` is 0 where it is not known."""
+    """One device that can have a unit. total_bytes: 0 if unknown."""
 
     device: str
     name: str
@@ -35,21 +25,11 @@ class Device(NamedTuple):
     models: list[str]
 
 
-def list_gpus() -> list[Gpu]:
-    """The GPUs of this machine; none where there is no driver. Raises WeightcachedError where one
-    does not answer.
-    """
-    try:
-        module = importlib.import_module("weightcached.system.gpus")
-    except ImportError:
-        return []
-    return cast(list[Gpu], module.list_gpus())
-
-
 def all_devices() -> tuple[list[Device], list[str]]:
-    """Every device there is or that is named somewhere, and what could not be found out."""
+    """Every device that exists or is named somewhere, and the problems found."""
     problems: list[str] = []
-    gpus, sockets, manifest = _gpus(problems), _sockets(problems), _manifest(problems)
+    gpus = {gpu.uuid: gpu for gpu in list_gpus()}
+    sockets, manifest = _sockets(problems), _manifest(problems)
     placed = (
         {device for model in manifest.models for device in model.devices if device != ALL}
         if manifest
@@ -73,14 +53,6 @@ def all_devices() -> tuple[list[Device], list[str]]:
             )
         )
     return devices, problems
-
-
-def _gpus(problems: list[str]) -> dict[str, Gpu]:
-    try:
-        return {gpu.uuid: gpu for gpu in list_gpus()}
-    except WeightcachedError as e:
-        problems.append(str(e))
-        return {}
 
 
 def _sockets(problems: list[str]) -> set[str]:

@@ -1,12 +1,11 @@
 """`weightcachectl doctor`: look at everything that a daemon and its engines need; change nothing.
 
-Each check gives findings: one line each, with the command that mends it. A check that cannot look
+Each check gives findings: one line each, with the command that fixes it. A check that cannot look
 says so instead of passing.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -20,21 +19,34 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
-from weightcached.cli.devices import list_gpus
 from weightcached.cli.status import ask_device
-from weightcached.config.manifest import ALL, Manifest, load_manifest
-from weightcached.errors import ManifestError, RuntimePathError, WeightcachedError
-from weightcached.system.host_checks import is_full, lingers, output, units_that_are
+from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_manifest
+from weightcached.errors import (
+    CheckpointMissingError,
+    ManifestError,
+    RuntimePathError,
+    WeightcachedError,
+)
+from weightcached.system.gpus import list_gpus, persistence_warning
+from weightcached.system.host_checks import (
+    is_full,
+    lingers,
+    missing_device_nodes,
+    output,
+    units_that_are,
+)
 from weightcached.system.paths import (
     check_private_dir,
     check_socket,
+    config_home,
     devices_with_socket,
+    home,
     is_host_device,
     manifest_path,
     runtime_dir,
     socket_path,
 )
-from weightcached.system.units import UNITS, config_home, unit_dir
+from weightcached.system.units import UNITS, unit_dir
 
 # FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
 SYSTEMD_MIN = 246
@@ -43,10 +55,9 @@ KERNEL_MIN = (5, 3)
 # asks for more.
 OPEN_FILES_MIN = 2048
 CPUINFO = Path("/proc/cpuinfo")
-# What vLLM's CPU build asks of an x86 processor before it takes its library with 4-bit kernels.
+# On x86, vLLM's CPU build loads its library with 4-bit kernels only if the processor has these.
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-# Importing nothing of vLLM: this answers in a fraction of a second and works on a machine whose GPU
-# is broken.
+# Imports nothing of vLLM, so it answers in a fraction of a second, also if the GPU is broken.
 _ASK_INTERPRETER = """
 import json, importlib.metadata as m
 def version(name):
@@ -61,7 +72,7 @@ Level = Literal["ok", "warn", "fail"]
 
 
 class Finding(NamedTuple):
-    """What one check saw. `fix` is a command, or words where there is none; empty for ok."""
+    """The result of one check. fix: a command, or words if there is none; empty for ok."""
 
     check: str
     level: Level
@@ -71,18 +82,20 @@ class Finding(NamedTuple):
 
 def as_line(finding: Finding) -> str:
     """One line of the report."""
-    fix = f"; mend: {finding.fix}" if finding.fix else ""
+    fix = f"; fix: {finding.fix}" if finding.fix else ""
     return f"{finding.level:<4}  {finding.check}: {finding.text}{fix}"
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order in which a daemon needs things."""
+    """All findings, in the order of a daemon's needs."""
+    # Looked at before anything of ours asks NVML, which would have some of them made.
+    nodes = list(_device_nodes())
     findings = [*_versions(), _open_files(), *_session(), *_manager(), *_units(), *_failed_units()]
     findings += _unreachable_units()
     findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
-    findings += [finding, *_interpreters(manifest), *_processor(manifest), *_gpus(manifest)]
-    return [*findings, *_sockets()]
+    findings += [finding, *_checkpoints(manifest), *_interpreters(manifest)]
+    return [*findings, *_processor(manifest), *nodes, *_gpus(manifest), *_sockets()]
 
 
 def _manifest() -> tuple[Manifest | None, Finding]:
@@ -96,6 +109,17 @@ def _manifest() -> tuple[Manifest | None, Finding]:
         return None, Finding("manifest", "fail", str(e), f"edit {path}")
     names = ", ".join(model.name for model in manifest.models)
     return manifest, Finding("manifest", "ok", f"{path}: {names}")
+
+
+def _checkpoints(manifest: Manifest | None) -> Iterator[Finding]:
+    for model in manifest.models if manifest else []:
+        try:
+            check_checkpoint(model.engine)
+        except CheckpointMissingError as e:
+            text = f"{e}; the other models are served without it"
+            yield Finding(
+                f"model {model.name}", "fail", text, "mount it, then 'weightcachectl reload'"
+            )
 
 
 def _versions() -> Iterator[Finding]:
@@ -127,7 +151,7 @@ def _open_files() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < OPEN_FILES_MIN:
         text = f"at most {hard} for each process of this session, a large GPU and its engines need {OPEN_FILES_MIN}"
-        # Of the user's manager, which gives its units no more than it has.
+        # A drop-in for the user's manager, which gives its units no more than it has.
         drop_in = "/etc/systemd/system/user@.service.d/weightcached.conf"
         fix = f"printf '[Service]\\nLimitNOFILE=8192\\n' | sudo install -D /dev/stdin {drop_in}; log in again"
         return Finding("open files", "warn", text, fix)
@@ -144,11 +168,11 @@ def _session() -> Iterator[Finding]:
     if linger == "yes":
         yield Finding("linger", "ok", "units of this user run without a login")
     else:
-        text = "off: units of this user, and what they hold, end with the last login"
-        # Without polkit logind grants that to root alone. Without the number it is for whom the
-        # session belongs to.
+        text = "off: units of this user end with the last login, and their memory is freed"
+        # Without polkit only root may do that. Without the number it is for the owner of the
+        # session.
         yield Finding(
-            "linger", "warn", text, f"loginctl enable-linger {uid} (as root where that is denied)"
+            "linger", "warn", text, f"loginctl enable-linger {uid} (as root if that is denied)"
         )
     yield _xdg_runtime_dir(uid)
 
@@ -192,8 +216,8 @@ def _manager() -> Iterator[Finding]:
 
 
 def _unit_dirs() -> list[Path]:
-    """Where a user manager looks for units, the first that has one wins (systemd.unit(5))."""
-    data_home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
+    """A user manager's unit directories; the first that has a unit wins (systemd.unit(5))."""
+    data_home = Path(os.environ.get("XDG_DATA_HOME") or home() / ".local/share")
     machine = ["/etc/systemd/user", "/usr/local/lib/systemd/user", "/usr/lib/systemd/user"]
     return [unit_dir(), Path(machine[0]), data_home / "systemd/user", *map(Path, machine[1:])]
 
@@ -214,7 +238,7 @@ def _exec_start(path: Path) -> Finding:
         return Finding("unit", "fail", f"{path}: {e.strerror}", "weightcachectl install")
     for line in re.findall(r"^Exec(?:Start|Reload)=(.*)$", text, re.MULTILINE):
         try:
-            command = shlex.split(line)[0].replace("%%", "%").replace("%h", str(Path.home()))
+            command = shlex.split(line)[0].replace("%%", "%").replace("%h", str(home()))
         except (ValueError, IndexError):
             return Finding(
                 "unit",
@@ -226,14 +250,14 @@ def _exec_start(path: Path) -> Finding:
             return Finding(
                 "unit",
                 "fail",
-                f"{path} runs {command}, which is no executable",
+                f"{path} runs {command}, which is not an executable",
                 "weightcachectl install",
             )
     return Finding("unit", "ok", str(path))
 
 
 def _unreachable_units() -> Iterator[Finding]:
-    """Units that serve where this session does not look, or have lost their socket."""
+    """Active units whose socket this session does not see."""
     for name, device in units_that_are("active"):
         with suppress(RuntimePathError):
             path = socket_path(device)
@@ -245,9 +269,7 @@ def _unreachable_units() -> Iterator[Finding]:
 
 
 def _failed_units() -> Iterator[Finding]:
-    """Units that the manager has given up: after too many failures, or after one that a restart
-    cannot mend.
-    """
+    """Units that the manager has given up, after too many failures or a wrong configuration."""
     for name, device in units_that_are("failed"):
         fix = f"journalctl --user -u {name}; systemctl --user reset-failed {name}; weightcachectl start {device}"
         yield Finding("unit", "fail", f"{name} has failed and is not started again", fix)
@@ -268,7 +290,7 @@ def _runtime_directory() -> Iterator[Finding]:
             "runtime directory",
             "fail",
             text,
-            f"df -i {directory.parent}; rm what is not needed there",
+            f"df -i {directory.parent}; rm files that are not needed there",
         )
     if not os.path.lexists(directory):
         yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
@@ -284,10 +306,10 @@ def _runtime_directory() -> Iterator[Finding]:
 
 
 def _cache_directory() -> Finding:
-    """Where the digests of checkpoints are kept; without it each is made again."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "weightcached")
+    """The cache of checkpoint digests; without it each digest is made again."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache", "weightcached")
     there = next(folder for folder in (directory, *directory.parents) if folder.exists())
-    again = "digests of checkpoints are not kept there, each start of an engine may read its checkpoint again"
+    again = "it cannot keep digests, so each start of an engine may read its checkpoint again"
     try:
         info = os.statvfs(there)
     except OSError as e:
@@ -309,7 +331,7 @@ def _cache_directory() -> Finding:
             f"chmod go-w {there}",
         )
     if info.f_bavail == 0 or is_full(there):
-        fix = f"df -h {there}; rm what is not needed there"
+        fix = f"df -h {there}; rm files that are not needed there"
         return Finding("cache directory", "warn", f"{there} is full: {again}", fix)
     return Finding("cache directory", "ok", str(directory))
 
@@ -318,7 +340,7 @@ def _sockets() -> Iterator[Finding]:
     try:
         paths = [socket_path(device) for device in devices_with_socket()]
     except RuntimePathError:
-        return  # said by _runtime_directory()
+        return  # _runtime_directory() reports it
     if not paths:
         yield Finding("socket", "ok", "no daemon has one")
     for path in paths:
@@ -344,7 +366,9 @@ def _socket(path: Path) -> Finding:
     failed = [cache for cache in reply.caches if cache.state == "failed"]
     if failed:
         text = "; ".join(
-            f"{cache.name} failed: {' '.join(cache.error.split())}" for cache in failed
+            f"{cache.name} failed{', is tried again' if cache.retry_at is not None else ''}: "
+            f"{' '.join(cache.error.split())}"
+            for cache in failed
         )
         return Finding("socket", "fail", f"{path}: {text}", f"weightcachectl reload {path.stem}")
     if __version__ not in reply.software:
@@ -354,7 +378,7 @@ def _socket(path: Path) -> Finding:
 
 
 def _interpreters(manifest: Manifest | None) -> Iterator[Finding]:
-    """The plug-in as the vLLM of each interpreter will find it."""
+    """The plug-in, as the vLLM of each interpreter finds it."""
     named = (
         [model.python or sys.executable for model in manifest.models]
         if manifest
@@ -375,7 +399,7 @@ def _interpreters(manifest: Manifest | None) -> Iterator[Finding]:
 
 def _interpreter(python: str) -> Finding:
     try:
-        seen: dict[str, Any] = json.loads(output(python, "-c", _ASK_INTERPRETER) or "")
+        seen: dict[str, Any] = json.loads(output(python, "-P", "-c", _ASK_INTERPRETER) or "")
     except ValueError:
         return Finding("plug-in", "fail", f"{python} does not run", f"{python} --version")
     pip = f"{python} -m pip install weightcached=={__version__}"
@@ -401,9 +425,9 @@ def _edit() -> str:
 
 
 def _processor(manifest: Manifest | None) -> Iterator[Finding]:
-    """What vLLM's CPU build can run here, if a model is placed in host memory."""
+    """Whether vLLM's CPU build runs 4-bit weights here, if a model is placed in host memory."""
     placed = [device for model in manifest.models for device in model.devices] if manifest else []
-    # Other architectures than x86 list no such flags, and have one library.
+    # Architectures other than x86 list no such flags, and have one library.
     flags = re.search(r"^flags\s*:(.*)$", CPUINFO.read_text(encoding="utf-8"), re.MULTILINE)
     if flags is None or not any(is_host_device(device) for device in placed):
         return
@@ -414,26 +438,38 @@ def _processor(manifest: Manifest | None) -> Iterator[Finding]:
         yield Finding("processor", "ok", text)
 
 
+def _device_nodes() -> Iterator[Finding]:
+    missing = missing_device_nodes()
+    if missing is None:
+        return
+    if not missing:
+        yield Finding("device nodes", "ok", "those of the NVIDIA driver are there")
+        return
+    names = ", ".join(str(path) for path in missing)
+    text = (
+        f"{names} not there: nvidia-modprobe, which is setuid, makes them for other programs, but not for a daemon, "
+        "whose unit has NoNewPrivileges="
+    )
+    fix = "at each boot, before the units start: sudo nvidia-modprobe -u -c 0 (docs/operations.md has a unit for it)"
+    yield Finding("device nodes", "warn", text, fix)
+
+
 def _gpus(manifest: Manifest | None) -> Iterator[Finding]:
     placed = [device for model in manifest.models for device in model.devices] if manifest else []
     wanted = [
         device for device in dict.fromkeys(placed) if device != ALL and not is_host_device(device)
     ]
-    try:
-        present = [gpu.uuid for gpu in list_gpus()]
-    except WeightcachedError as e:
-        yield Finding("GPU", "fail", str(e), "nvidia-smi")
-        return
+    present = [gpu.uuid for gpu in list_gpus()]
     for uuid in wanted:
         if uuid not in present:
-            text = f"{uuid} stands in the manifest and is not in this machine"
+            text = f"the manifest names {uuid}, which is not in this machine"
             yield Finding("GPU", "fail", text, "weightcachectl devices")
     for uuid in present:
         yield _persistence(uuid)
 
 
 def _persistence(uuid: str) -> Finding:
-    warning = importlib.import_module("weightcached.system.gpus").persistence_warning(uuid)
+    warning = persistence_warning(uuid)
     if warning:
         return Finding("GPU", "warn", str(warning), f"sudo nvidia-smi -i {uuid} -pm 1")
     return Finding("GPU", "ok", f"{uuid}: persistence mode is on, or cannot be read")

@@ -5,27 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from weightcached.cli.text import columns
-from weightcached.engine.control import EngineError, ask_once
-from weightcached.errors import RuntimePathError, WeightcachedError
+from weightcached.errors import EngineError, RuntimePathError
 from weightcached.system.paths import runtime_dir
 from weightcached.system.text import seconds_text
+from weightcached.wire.services import ANSWER_TIMEOUT_S, Services, ask_all_services, ask_service
 
-ANSWER_TIMEOUT_S = 5.0
 # A start may compile; the supervisor ends one that takes longer.
 LONGEST_S = 3600.0
 _HEAD = ("ENGINE", "STATE", "LISTEN", "SERVING", "STANDBY", "TAKEOVERS", "DETAIL")
 # What `status --json` prints of each service; other tools read these names.
 _FIELDS = ("name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s")
-
-
-class Services(NamedTuple):
-    """What was heard, and what went wrong with the others, by name."""
-
-    replies: list[dict[str, Any]]
-    errors: dict[str, WeightcachedError]
 
 
 def socket_of(name: str) -> Path:
@@ -45,23 +37,15 @@ def ask(name: str, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict
         raise EngineError(
             f"engine service {name} is not running: weightcachectl engine start {name}"
         )
-    return ask_once(path, command, timeout_s=timeout_s)
+    return ask_service(path, command, timeout_s=timeout_s)
 
 
 def ask_all() -> Services:
     """The state of every service that has a supervisor."""
     try:
-        found = sorted(runtime_dir().glob("engines/*/service.sock"))
+        return ask_all_services(runtime_dir())
     except RuntimePathError:
-        found = []
-    replies: list[dict[str, Any]] = []
-    errors: dict[str, WeightcachedError] = {}
-    for path in found:
-        try:
-            replies.append(ask_once(path, "status", timeout_s=ANSWER_TIMEOUT_S))
-        except EngineError as e:
-            errors[path.parent.name] = e
-    return Services(replies, errors)
+        return Services([], {})
 
 
 def as_json(replies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

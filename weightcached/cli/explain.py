@@ -1,7 +1,7 @@
-"""`weightcachectl explain`: what the index of a cache says of plans and private tensors, or why
-there is none.
+"""`weightcachectl explain`: plans and private tensors of a cache, from its index, or why it has
+none.
 
-Layers are alike, so modules that differ in a number alone are one row; `--all` has each.
+Layers are alike, so modules that differ only in a number share a row; `--all` has each.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _REFUSED = "this model cannot be attached, load it from disk"
 
 @dataclass(frozen=True)
 class Report:
-    """One cache on one device. `index` is None where no generation is served, `problem` then says
-    why.
-    """
+    """One cache on one device. index: None if no generation is served; then `problem` says why."""
 
     device: str
     status: CacheStatus
@@ -38,7 +36,7 @@ class Report:
 
 
 def reports(replies: Sequence[StatusReply], found: Iterable[tuple[str, str]]) -> list[Report]:
-    """Reports on these (device, cache), of which the replies tell."""
+    """Reports on these (device, cache), with the status of each from the replies."""
     known = {(reply.device, cache.name): cache for reply in replies for cache in reply.caches}
     return [_report(device, known[device, name]) for device, name in found]
 
@@ -58,12 +56,12 @@ def _report(device: str, status: CacheStatus) -> Report:
 
 
 def path_of_refusal(text: str) -> str:
-    """The path at which the proof refused the model; "" where the load failed otherwise."""
+    """The path at which the proof refused the model; "" after other errors."""
     path, colon, _ = text.partition(": ")
     return path if colon and _REFUSED in text else ""
 
 
-# ---- for programs
+# ---- JSON
 
 
 def as_json(found: Sequence[Report]) -> dict[str, Any]:
@@ -107,7 +105,7 @@ def _as_json(report: Report) -> dict[str, Any]:
     }
 
 
-# ---- for a person
+# ---- text
 
 
 def as_lines(found: Sequence[Report], *, each: bool) -> list[str]:
@@ -146,7 +144,7 @@ def _load_line(index: TensorIndex) -> str:
 
 def _plan_lines(index: TensorIndex, each: bool) -> list[str]:
     rows: list[tuple[str, ...]] = [
-        ("PLAN", "MODULES", "MODULE", "HOOK OF", "VALUES", "WHY NOT THE ONE BEFORE")
+        ("PLAN", "MODULES", "MODULE", "HOOK OF", "VALUES", "WHY NO EARLIER PLAN")
     ]
     counts: dict[tuple[str, ...], int] = {}
     for plan in index.modules:
@@ -200,7 +198,7 @@ def _private(index: TensorIndex) -> Iterator[tuple[int, str, list[str]]]:
         if index.segments[storage.segment].private:
             yield (
                 number,
-                why.get(number, "by the loader's rules, which are not this version's"),
+                why.get(number, "by rules of another version, which loaded it"),
                 names.get(number, []),
             )
 

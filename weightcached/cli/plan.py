@@ -1,8 +1,7 @@
-"""`weightcachectl plan`: which rank of which model each device would serve, and about how large it
-is.
+"""`weightcachectl plan`: the rank of each model that each device serves, and its approximate size.
 
-Sizes are estimated from the headers of the checkpoint, before anything is loaded: quantization
-while loading, padding and replicated layers make them differ from what a load ends with.
+Sizes are estimated from the headers of the checkpoint, before anything is loaded. Quantization
+while loading, padding and replicated layers make the loaded size differ.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from weightcached.checkpoint.files import open_recorded
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.checkpoint.safetensors_header import read_header
 from weightcached.cli.text import columns
+from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ALL, Manifest, ModelSpec
 from weightcached.config.ranks import Layout, Placement, layout_of, place
 from weightcached.config.wanted import roles
@@ -26,9 +26,7 @@ _EXPERT = re.compile(r"\.experts\.")
 
 
 class Row(NamedTuple):
-    """One rank. `device` is "all" where each device has a copy; nbytes is None where it cannot be
-    estimated.
-    """
+    """One rank. device: "all" if each device has a copy; nbytes: None if there is no estimate."""
 
     model: str
     role: str
@@ -38,7 +36,7 @@ class Row(NamedTuple):
 
 
 def rows_of(manifest: Manifest) -> tuple[list[Row], list[str]]:
-    """All ranks in manifest order, and what could not be found out."""
+    """All ranks in manifest order, and the problems found."""
     problems: list[str] = []
     return [row for spec in manifest.models for row in _rows(spec, problems)], problems
 
@@ -50,14 +48,12 @@ def _rows(spec: ModelSpec, problems: list[str]) -> Iterator[Row]:
     for device, placement in placed:
         yield Row(spec.name, "target", device, placement, nbytes)
         if "draft" in roles(spec, placement):
-            # How much of it is the target's own checkpoint differs by method.
+            # Its share of the target's checkpoint differs by method.
             yield Row(spec.name, "draft", device, placement, None)
 
 
 def _estimate(spec: ModelSpec, layout: Layout, problems: list[str]) -> int | None:
-    """Bytes of one rank: experts are split over all ranks of a pipeline stage, all else over its
-    tensor ranks.
-    """
+    """Bytes of one rank: all ranks of a stage share its experts, tensor ranks share the rest."""
     try:
         rest, experts = _checkpoint_bytes(spec.engine)
     except CheckpointError as e:
@@ -68,12 +64,7 @@ def _estimate(spec: ModelSpec, layout: Layout, problems: list[str]) -> int | Non
 
 def _checkpoint_bytes(engine: dict[str, Any]) -> tuple[int, int]:
     """(bytes of all tensors but experts, bytes of experts). Raises CheckpointError."""
-    identity = record_checkpoint(
-        engine["model"],
-        revision=engine.get("revision"),
-        download_dir=engine.get("download_dir"),
-        load_format=engine.get("load_format", "auto"),
-    )
+    identity = record_checkpoint(**checkpoint_arguments(engine, "target"))
     rest = experts = 0
     for file in identity.files:
         path = f"{identity.root}/{file.name}"

@@ -1,6 +1,4 @@
-"""Progress of loads for a person: one moving line with a bar on a terminal, plain lines
-elsewhere.
-"""
+"""Progress of loads: a moving line with a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from typing import TextIO
 from weightcached.system.text import LoadState, progress_text
 
 BAR_WIDTH = 24
-# Where the output is no terminal, a phase that goes on is repeated no more often than this.
+# Without a terminal, a phase that goes on is repeated no more often than this.
 REPEAT_S = 10.0
 
 
 class ProgressDisplay:
-    """Shows where each load is."""
+    """Shows the progress of each load."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -24,11 +22,11 @@ class ProgressDisplay:
         self._shown: dict[str, tuple[str, float]] = {}
 
     def show(self, label: str, load: LoadState) -> None:
-        """Show where the load of `label`, a device and cache, is."""
+        """Show the progress of the load of `label`, a device and cache."""
         self._draw(label, load.phase, _bar(load), progress_text(load))
 
     def show_text(self, label: str, text: str) -> None:
-        """Show what else is known of `label`."""
+        """Show another text about `label`."""
         self._draw(label, text, _BAR, text)
 
     def _draw(self, label: str, phase: str, bar: str, text: str) -> None:
@@ -41,7 +39,7 @@ class ProgressDisplay:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Take the moving line away."""
+        """Remove the moving line."""
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

@@ -1,6 +1,4 @@
-"""`weightcachectl reload` and `drop`: ask the daemons, wait for all of them at once, report cache
-by cache.
-"""
+"""`weightcachectl reload` and `drop`: ask all daemons at once, report cache by cache."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ def reload_all(
     timeout_s: float,
     display: ProgressDisplay,
 ) -> dict[str, WeightcachedError | ReloadReply]:
-    """Reload on every device and wait, at most `timeout_s` in all. How each ended, by device;
-    raises nothing.
-    """
+    """Reload on every device; wait at most `timeout_s`. The results by device; raises nothing."""
     ended: dict[str, WeightcachedError | ReloadReply] = {}
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for device in devices:
@@ -68,7 +64,7 @@ def reload_all(
                 break
         for key in waiting.get_map().values():
             ended[key.data] = WeightCacheUnavailableError(
-                f"the reload was not over within {seconds_text(timeout_s)} and goes on: weightcachectl status"
+                f"the reload is not over after {seconds_text(timeout_s)} and goes on: weightcachectl status"
             )
     return {device: ended[device] for device in devices}
 
@@ -119,6 +115,6 @@ def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]
 
 
 def drop(device: str, cache: str, *, force: bool) -> None:
-    """Free one cache. Raises WeightcachedError, also where the daemon refuses."""
+    """Free one cache. Raises WeightcachedError, also if the daemon refuses."""
     with connect(device) as connection:
         ask(connection, Drop(cache=cache, force=force), Done, ANSWER_TIMEOUT_S)

@@ -1,6 +1,4 @@
-"""`weightcachectl status`: ask the daemons and show what they answer. Nothing here loads more than
-a socket needs.
-"""
+"""`weightcachectl status`: ask the daemons and show their answers. Imports little."""
 
 from __future__ import annotations
 
@@ -10,13 +8,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec import to_builtins
+
 from weightcached import __version__
 from weightcached.cli.text import columns
 from weightcached.errors import WeightcachedError, WeightCacheUnavailableError
 from weightcached.system.paths import socket_path
 from weightcached.system.text import bytes_text, progress_text, seconds_text
 from weightcached.wire.connection import Connection
-from weightcached.wire.messages import CacheStatus, Counters, StatusReply
+from weightcached.wire.messages import (
+    CacheStatus,
+    Counters,
+    EngineStatus,
+    OldGeneration,
+    StatusReply,
+)
 from weightcached.wire.requests import ask_status
 
 ANSWER_TIMEOUT_S = 5.0
@@ -24,23 +30,22 @@ SOFTWARE = f"weightcachectl {__version__}"
 # The names that `status --json` prints of each cache, in this order; other tools read them.
 _CACHE_FIELDS = (
     "name", "role", "state", "generation", "source", "bytes", "segments", "tensors",
-    "load_seconds", "phase", "done_bytes", "total_bytes", "error",
+    "load_seconds", "phase", "done_bytes", "total_bytes", "error", "retry_at", "warning",
+    "snapshot",
 )  # fmt: skip
 _HEAD = ("DEVICE", "CACHE", "STATE", "GEN", "SIZE", "ENGINES", "DETAIL")
 _T = TypeVar("_T")
 
 
 class Answers(NamedTuple):
-    """What was heard: one reply per daemon, and what went wrong with the others, by device."""
+    """The replies, one per daemon, and the errors of the others, by device."""
 
     replies: list[StatusReply]
     errors: dict[str, WeightcachedError]
 
 
 def connect(device: str) -> Connection:
-    """A connection to the daemon of `device`. Raises what Connection.connect() and socket_path()
-    do.
-    """
+    """A connection to a device's daemon. Raises as Connection.connect() and socket_path() do."""
     return Connection.connect(
         socket_path(device), timeout_s=ANSWER_TIMEOUT_S, purpose="ctl", software=SOFTWARE
     )
@@ -52,9 +57,7 @@ def ask_device(device: str) -> StatusReply:
 
 
 def ask_all(devices: Sequence[str]) -> Answers:
-    """The state of several daemons, asked at the same time: one that hangs delays the others'
-    answers by no more.
-    """
+    """The states of several daemons, asked at the same time, so that one that hangs delays none."""
     answers: dict[str, StatusReply | WeightcachedError] = {}
 
     def ask(device: str) -> None:
@@ -81,7 +84,7 @@ def _call_or_error(call: Callable[[], _T]) -> _T | WeightcachedError:
 
 
 def no_daemon(directory: Path) -> WeightCacheUnavailableError:
-    """What to say where no device is named and none has a socket."""
+    """The error if no device is named and none has a socket."""
     return WeightCacheUnavailableError(
         f"no weightcached daemon has a socket in {directory}: weightcachectl start DEVICE"
     )
@@ -97,6 +100,7 @@ def as_json(replies: Sequence[StatusReply]) -> dict[str, Any]:
                 "state": reply.state,
                 "since": reply.since,
                 "caches": [_cache_as_json(cache, reply.counters) for cache in reply.caches],
+                "old_generations": [to_builtins(old) for old in reply.old_generations],
             }
             for reply in replies
         ]
@@ -104,10 +108,7 @@ def as_json(replies: Sequence[StatusReply]) -> dict[str, Any]:
 
 
 def _cache_as_json(cache: CacheStatus, counters: Counters | None) -> dict[str, Any]:
-    engines = [
-        {"pid": engine.pid, "since": engine.since, "parked": engine.parked}
-        for engine in cache.engines
-    ]
+    engines = [to_builtins(engine) for engine in cache.engines]
     phases = counters.phase_seconds.get(cache.name, {}) if counters else {}
     return {name: getattr(cache, name) for name in _CACHE_FIELDS} | {
         "engines": engines,
@@ -120,7 +121,8 @@ def as_table(replies: Sequence[StatusReply], *, now: float | None = None) -> lis
     now = time.time() if now is None else now
     rows: list[tuple[str, ...]] = [_HEAD]
     for reply in replies:
-        rows += [_row(reply.device, cache) for cache in reply.caches]
+        rows += [_row(reply.device, cache, now) for cache in reply.caches]
+        rows += [_old_row(reply.device, old) for old in reply.old_generations]
         if not reply.caches:
             detail = (
                 f"no caches, daemon pid {reply.pid}, up {seconds_text(max(0.0, now - reply.since))}"
@@ -129,7 +131,7 @@ def as_table(replies: Sequence[StatusReply], *, now: float | None = None) -> lis
     return columns(rows)
 
 
-def _row(device: str, cache: CacheStatus) -> tuple[str, ...]:
+def _row(device: str, cache: CacheStatus, now: float) -> tuple[str, ...]:
     generation = str(cache.generation) if cache.generation else "-"
     size = bytes_text(cache.bytes) if cache.bytes else "-"
     return (
@@ -138,28 +140,45 @@ def _row(device: str, cache: CacheStatus) -> tuple[str, ...]:
         cache.state,
         generation,
         size,
-        _engines(cache),
-        _detail(cache),
+        # Engines on an older generation have a row of their own.
+        _engines([e for e in cache.engines if e.generation in (0, cache.generation)]),
+        _detail(cache, now),
     )
 
 
-def _engines(cache: CacheStatus) -> str:
+def _old_row(device: str, old: OldGeneration) -> tuple[str, ...]:
+    pids = ", ".join(str(engine.pid) for engine in old.engines)
+    return (
+        device,
+        old.cache,
+        "old",
+        str(old.generation),
+        bytes_text(old.bytes),
+        _engines(old.engines),
+        f"mapped by pid {pids}: freed when that ends",
+    )
+
+
+def _engines(engines: Sequence[EngineStatus]) -> str:
     """How many engines map it; with those that sleep, e.g. `3, 2 parked`."""
-    parked = sum(engine.parked for engine in cache.engines)
-    return f"{len(cache.engines)}, {parked} parked" if parked else str(len(cache.engines))
+    parked = sum(engine.parked for engine in engines)
+    return f"{len(engines)}, {parked} parked" if parked else str(len(engines))
 
 
-def _detail(cache: CacheStatus) -> str:
+def _detail(cache: CacheStatus, now: float) -> str:
     progress = progress_text(cache)
     error = " ".join(cache.error.split())
+    if cache.retry_at is not None:
+        error += f"; tried again in {seconds_text(max(0.0, cache.retry_at - now))}"
     if cache.state == "loading":
         return progress
     if cache.state != "ready":
         return error
     done = (
         f"{cache.source} in {seconds_text(cache.load_seconds)}"
-        if cache.source == "loaded"
+        if cache.source in ("loaded", "restored")
         else cache.source
     )
-    # A ready generation stays in service while its successor loads, or after that failed.
-    return ", ".join(part for part in (done, progress, error) if part)
+    snapshot = f"snapshot: {cache.snapshot}" if cache.snapshot else ""
+    # A ready generation is served while its successor loads, and if that fails.
+    return ", ".join(part for part in (done, progress, error, cache.warning, snapshot) if part)

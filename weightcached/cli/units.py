@@ -1,6 +1,4 @@
-"""`weightcachectl start`, `stop` and `restart`: queue the job, show the load from the socket, end
-as the unit ended.
-"""
+"""`weightcachectl start`, `stop` and `restart`: queue the job, show the load, end as the unit."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from typing import Literal, NamedTuple
 
 from weightcached.cli.progress import ProgressDisplay
 from weightcached.cli.status import ask_device
-from weightcached.errors import WeightcachedError
+from weightcached.errors import EXIT_CONFIG, WeightcachedError
 from weightcached.system.paths import session_environment
 
 Verb = Literal["start", "stop", "restart"]
 COMMAND_TIMEOUT_S = 30.0
-# systemctl has no way to wait for one unit's job beside other work; this is how often it is asked.
+# systemctl cannot wait for one unit's job during other work, so it is asked this often.
 POLL_S = 0.25
 _PROPERTIES = (
     "LoadState",
@@ -26,13 +24,12 @@ _PROPERTIES = (
     "StatusText",
     "Job",
     "InvocationID",
+    "NRestarts",
 )
 
 
 class UnitError(WeightcachedError):
-    """systemd could not carry out the job, or the unit ended in another state than was asked
-    for.
-    """
+    """systemd could not carry out the job, or the unit ended in another state."""
 
     code = "unit"
 
@@ -48,6 +45,16 @@ class UnitState(NamedTuple):
     status_text: str
     job: str
     invocation: str
+    restarts: str = ""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the manager starts it again only after reset-failed.
+
+        `result` stays that of the last attempt, unless that was refused too.
+        """
+        repeated = self.restarts not in ("", "0") and self.exit_status != str(EXIT_CONFIG)
+        return self.active == "failed" and (self.result == "start-limit-hit" or repeated)
 
 
 def unit_of(device: str) -> str:
@@ -82,7 +89,7 @@ def systemctl(*arguments: str, timeout_s: float | None = COMMAND_TIMEOUT_S) -> s
 
 
 def reload_manager() -> bool:
-    """Have the user manager read its unit files again. False where none answers."""
+    """Have the user manager read its unit files again. False if none answers."""
     try:
         systemctl("daemon-reload")
     except (UnitError, OSError):
@@ -96,16 +103,14 @@ def _first_words(stderr: str, status: int) -> str:
 
 
 def unit_state(device: str) -> UnitState:
-    """What systemd says about the unit of `device`. Raises UnitError."""
+    """systemd's properties of the unit of `device`. Raises UnitError."""
     text = systemctl("show", unit_of(device), *(f"--property={name}" for name in _PROPERTIES))
     values = dict(line.partition("=")[::2] for line in text.splitlines())
     return UnitState(*(values.get(name, "") for name in _PROPERTIES))
 
 
 def failures() -> dict[str, WeightcachedError]:
-    """Of each device whose unit has failed, what its daemon said last. Empty where no user manager
-    answers.
-    """
+    """The last words of each device's failed unit. Empty if no user manager answers."""
     try:
         listed = systemctl("list-units", "--state=failed", "--plain", "--no-legend", unit_of("*"))
         devices = [
@@ -123,9 +128,7 @@ def failures() -> dict[str, WeightcachedError]:
 def run_job(
     verb: Verb, devices: list[str], display: ProgressDisplay
 ) -> dict[str, WeightcachedError | None]:
-    """Queue the job for every device and follow them to the end. By device: None for success, or
-    what went wrong.
-    """
+    """Queue the job for every device and follow them to the end. By device: None, or the error."""
     ended: dict[str, WeightcachedError | None] = {}
     jobs: dict[str, str] = {}
     before: dict[str, UnitState] = {}
@@ -153,10 +156,10 @@ def run_job(
 
 
 def is_over(state: UnitState, job: str) -> bool:
-    """Whether `job`, the one that was queued, has come to its end.
+    """Whether the queued `job` is over.
 
     A job stays queued while the unit waits for its next attempt after an earlier failure. If this
-    attempt fails, it is gone, and the one that the next attempt brings has another number.
+    attempt fails, the job is gone, and that of the next attempt has another number.
     """
     return state.job in ("", "0") or state.job != job
 
@@ -164,9 +167,10 @@ def is_over(state: UnitState, job: str) -> bool:
 def check_unit_state(
     verb: Verb, device: str, state: UnitState, before: UnitState | None = None
 ) -> UnitError | None:
-    """None where the unit is as `verb` wants it, else the reason, with the daemon's last words.
+    """None if the unit has the state that `verb` wants; else the reason, with the daemon's last
+    words.
 
-    `before` is the last state that was seen of the attempt that is over.
+    before: the last state seen of the attempt that is over.
     """
     unit = unit_of(device)
     wanted = ("inactive",) if verb == "stop" else ("active", "reloading")
@@ -174,15 +178,17 @@ def check_unit_state(
         return None
     if state.load == "not-found":
         return UnitError(f"{unit} is not installed: weightcachectl install")
-    if state.result == "start-limit-hit":
-        return UnitError(
-            f"{unit} failed too often in a row: systemctl --user reset-failed {unit}, then start it again"
-        )
     nothing = f"no message; journalctl --user -u {unit}"
     if state.active == "activating" and state.sub != "auto-restart":
-        # The next attempt: the unit tells nothing of the one before any more, its journal does.
+        # The next attempt runs: only the journal still has the last one's words.
         words = (_read_last_line(before) or before.status_text) if before else ""
         return UnitError(f"{unit} failed, systemd tries again: {words or nothing}")
+    if state.given_up:
+        words = state.status_text or _read_last_line(state) or nothing
+        return UnitError(
+            f"{unit} failed too often in a row ({state.result}, status {state.exit_status}): {words}; "
+            f"systemctl --user reset-failed {unit}, then weightcachectl start {device}"
+        )
     again = ", systemd tries again" if state.sub == "auto-restart" else ""
     words = state.status_text or _read_last_line(state) or nothing
     return UnitError(
@@ -190,8 +196,21 @@ def check_unit_state(
     )
 
 
+def running_units() -> dict[str, str]:
+    """Our units that run or are about to, with their files. Empty if no user manager answers."""
+    states = "--state=active,activating,reloading,deactivating"
+    try:
+        listed = systemctl("list-units", states, "--plain", "--no-legend", "weightcached*.service")
+        names = [line.split()[0] for line in listed.splitlines() if line.strip()]
+        return {
+            x: systemctl("show", "--value", "--property=FragmentPath", x).strip() for x in names
+        }
+    except UnitError:
+        return {}
+
+
 def _read_last_line(state: UnitState) -> str:
-    """The last line that the daemon of this run logged, "" where there is no journal."""
+    """The last line that the daemon of this run logged, "" without a journal."""
     command = [
         "journalctl",
         "--user",
@@ -206,7 +225,7 @@ def _read_last_line(state: UnitState) -> str:
         journal = done.stdout.strip() if done.returncode == 0 and state.invocation else ""
     except (OSError, subprocess.TimeoutExpired):
         journal = ""
-    # journalctl says so itself where there is nothing: "-- No entries --".
+    # Without entries journalctl prints "-- No entries --".
     return "" if journal.startswith("-- ") else journal
 
 
@@ -214,7 +233,7 @@ def _show_load(device: str, state: UnitState, display: ProgressDisplay) -> None:
     try:
         caches = ask_device(device).caches
     except WeightcachedError:
-        # Not up yet, or on its way down; what systemd was told last is all there is.
+        # Not up yet, or on its way down: only the last message to systemd is known.
         if state.status_text:
             display.show_text(device, state.status_text)
         return

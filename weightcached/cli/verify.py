@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import Protocol, cast
 
 from weightcached.cli.reload import holders
+from weightcached.cli.verify_cache import verify_cache
 from weightcached.errors import WeightcachedError
 from weightcached.system.text import bytes_text
 from weightcached.wire.messages import StatusReply
@@ -14,16 +13,8 @@ from weightcached.wire.messages import StatusReply
 SHOWN_NAMES = 5
 
 
-class Verification(Protocol):
-    """What weightcached.cli.verify_cache.verify_cache(device, cache) gives back."""
-
-    tensors: int
-    nbytes: int
-    mismatched: Sequence[str]
-
-
 def ready_caches(replies: Sequence[StatusReply], wanted: str | None) -> list[tuple[str, str]]:
-    """(device, cache) of what there is to verify: what is `wanted`, in whatever state, or all that is ready."""
+    """(device, cache) to verify: the `wanted` ones in any state, or all that are ready."""
     if wanted is not None:
         return holders(replies, wanted)
     return [
@@ -35,16 +26,9 @@ def ready_caches(replies: Sequence[StatusReply], wanted: str | None) -> list[tup
 
 
 def verify(device: str, cache: str) -> tuple[bool, str]:
-    """Whether every digest is the recorded one, and a line that says so or names what differs."""
+    """Whether all digests are the recorded ones, and a line for the report."""
     try:
-        # It maps segments, so it needs what the daemon and this program otherwise do without.
-        module = importlib.import_module("weightcached.cli.verify_cache")
-        result = cast(Verification, module.verify_cache(device, cache))
-    except ImportError as e:
-        return (
-            False,
-            f"{device} {cache}: cannot verify: {e}; run it in the environment of the engine",
-        )
+        result = verify_cache(device, cache)
     except WeightcachedError as e:
         return False, f"{device} {cache}: cannot verify: {e}"
     if not result.mismatched:

@@ -1,7 +1,6 @@
 """Digests of storages: made while packing, recomputed by the proof and by `weightcachectl verify`.
 
-Needs no torch; on a GPU it needs the driver's bindings and one CUDA context for as long as it
-reads.
+Needs no torch; on a GPU it needs the driver's bindings, and one CUDA context while it reads.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from weightcached.segments.api import Mapping, open_backend
 from weightcached.system.fds import close_all
 from weightcached.wire.fetch import fetch_generation
 
-# Small enough that the allocator gives the same memory again: fresh pages cost more than the copy
-# out of the device.
+# Small enough that the allocator reuses the same memory: fresh pages cost more than the copy out of
+# the device.
 _READ_NBYTES = 8 << 20
 
 
@@ -36,9 +35,7 @@ class VerifyResult(NamedTuple):
 
 
 def wrong_storages(index: TensorIndex, mapping: Mapping) -> Iterator[str]:
-    """Recompute every storage's digest through the mapping and yield the first tensor's name of
-    each that differs.
-    """
+    """Recompute every storage's digest; yield the name of the first tensor over each that differs."""
     names: dict[int | None, str] = {}
     for record in index.tensors:
         names.setdefault(record.storage, record.names[0])
@@ -60,8 +57,8 @@ def wrong_storages(index: TensorIndex, mapping: Mapping) -> Iterator[str]:
 def verify_cache(device: str, cache: str) -> VerifyResult:
     """Map one cache of the device's daemon and recompute its digests.
 
-    Raises WeightCacheUnavailableError where no daemon or no such generation is, SegmentError where
-    it does not map, ProtocolError and IndexFormatError for what a daemon must not hand out.
+    Raises WeightCacheUnavailableError if there is no daemon or no such generation, SegmentError if
+    it does not map, ProtocolError and IndexFormatError for a wrong answer.
     """
     began = time.monotonic()
     fetched = fetch_generation(device, cache, for_what="verified")

@@ -1,7 +1,6 @@
-"""`weightcachectl`: parse, call, print, exit. What the commands do is in the modules beside this
-one.
+"""`weightcachectl`: parse, call, print, exit. The modules beside this one do the work.
 
-`status` is asked often and by machines, so each command imports what it needs when it runs.
+Machines run `status` often, so each command imports its modules when it runs.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from weightcached.system.units import Outcome
 
 WATCH_PERIOD_S = 1.0
+# A daemon's refusal if it has none of the named caches.
+UNKNOWN_CACHE = "unknown-cache"
 
 
 class _Group(click.Group):
@@ -60,7 +61,24 @@ _on_devices = click.option(
     metavar="DEVICE",
     multiple=True,
     callback=_check_devices,
-    help="Only there; repeatable.",
+    help="Only on this device; repeatable.",
+)
+
+
+def _choose_socket_dir(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+    from weightcached.system.paths import choose_runtime_dir
+
+    choose_runtime_dir(value)
+
+
+_socket_dir = click.option(
+    "--socket-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="$XDG_RUNTIME_DIR/weightcached",
+    expose_value=False,
+    callback=_choose_socket_dir,
+    help="Directory of the daemons' sockets.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for other programs.")
 
@@ -81,23 +99,23 @@ def _print_json(document: Any) -> None:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="weightcachectl", message="%(prog)s %(version)s")
 def main() -> None:
-    """See and steer the weightcached daemons of this user.
+    """Show and control the weightcached daemons of this user.
 
     DEVICE is GPU-<uuid>, MIG-<uuid> or cpuN.
 
-    Exit status: 0 done, 1 failed, 2 bad usage, 3 no daemon answered, 78 configuration to be mended.
+    Exit status: 0 done, 1 failed, 2 bad usage, 3 no daemon answered, 78 wrong configuration.
     """
 
 
 @main.command()
+@_socket_dir
 @_optional_devices
 @_json
 @click.option("--watch", is_flag=True, help="Show changes until interrupted.")
 def status(devices: Sequence[str], as_json: bool, watch: bool) -> None:
     """Show the caches of all daemons.
 
-    With DEVICE, of these only.
-    Exit status: 0 shown, 3 no daemon answered.
+    Limit the output to the given devices. Exit status: 0 shown, 3 no daemon answered.
     """
     if not watch:
         _exit(_show_status(devices, as_json))
@@ -115,25 +133,42 @@ def _show_status(devices: Sequence[str], as_json: bool) -> int:
     return 0 if answers.replies else EXIT_NO_DAEMON
 
 
-def _ask(devices: Sequence[str]) -> Answers:
-    """Ask the named daemons, or all that have a socket; what is wrong with some goes to stderr."""
+def _ask(devices: Sequence[str], *, units: bool = True) -> Answers:
+    """Ask the named daemons, or all that have a socket. Errors go to stderr.
+
+    units: also systemd's last words of daemons that have ended.
+    """
     from weightcached.cli import status
     from weightcached.system.paths import devices_with_socket
 
     asked = list(devices) or devices_with_socket()
     answers = status.ask_all(asked)
-    for device, error in answers.errors.items():
+    silent = {device: str(error) for device, error in answers.errors.items()}
+    if units and (silent or not asked):
+        silent |= _failed_units(devices, silent)
+    for device, error in silent.items():
         complain(f"{device}: {error}")
     for reply in answers.replies:
         if reply.manifest_error:
             complain(
                 f"{reply.device}: the manifest was refused, the one before stays in force: {reply.manifest_error}"
             )
-    if not asked:
+    if not asked and not silent:
         from weightcached.system.paths import runtime_dir
 
         complain(str(status.no_daemon(runtime_dir())))
     return answers
+
+
+def _failed_units(devices: Sequence[str], silent: Collection[str]) -> dict[str, str]:
+    """systemd keeps the last words of a daemon that has ended, and whether it starts it again."""
+    from weightcached.cli.units import failures
+
+    return {
+        device: str(error)
+        for device, error in failures().items()
+        if device in silent or not devices
+    }
 
 
 def _watch_status(devices: Sequence[str], as_json: bool) -> NoReturn:
@@ -165,25 +200,26 @@ def _watch_lines(answers: Answers) -> list[str]:
 
 
 @main.command()
+@_socket_dir
 @_optional_devices
 @click.option(
     "--cache",
     "caches",
     metavar="NAME",
     multiple=True,
-    help="Only this cache, e.g. llama-8b/target; repeatable.",
+    help="Only this cache, e.g. llama-8b/target, or all caches of a model; repeatable.",
 )
-@click.option("--force", is_flag=True, help="Load anew what has not changed, too.")
+@click.option("--force", is_flag=True, help="Also reload caches that have not changed.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0), default=3600, metavar="SECONDS", show_default=True,
-    help="Wait at most this long; the reload itself goes on.",
+    help="Wait at most this long. The reload itself goes on.",
 )  # fmt: skip
 def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s: float) -> None:
-    """Read the manifest again and follow it.
+    """Read the manifest again and apply it.
 
-    Loads what changed, failed or was released. Waits for the end and reports each cache. What is
-    being served stays until its successor is complete. Exit status: 0 all well, 1 a cache failed or
-    the manifest was refused, 3 no daemon answered.
+    Loads caches that changed, failed or were released. Waits for the end and reports each cache. A
+    cache is served until its successor is complete. Exit status: 0 done, 1 a cache failed or the
+    manifest was refused, 3 no daemon answered.
     """
     from weightcached.cli.reload import reload_all
     from weightcached.cli.status import no_daemon
@@ -197,13 +233,37 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
     display = _display()
     ended = reload_all(asked, caches=caches, force=force, timeout_s=timeout_s, display=display)
     display.clear()
-    _exit(max(_report_reload(device, end) for device, end in ended.items()))
+    _exit(_report_reloads(ended, caches))
+
+
+def _report_reloads(ended: Mapping[str, Any], caches: Sequence[str]) -> int:
+    """Print the result of each device's reload.
+
+    A device without the named caches has nothing to do, as long as another device has them.
+    """
+    lacking = [device for device, end in ended.items() if getattr(end, "code", "") == UNKNOWN_CACHE]
+    if len(lacking) == len(ended):
+        lacking = []
+    for device in lacking:
+        click.echo(f"{device}: has no {', '.join(caches)}, nothing to do")
+    statuses = [_report_reload(device, ended[device]) for device in ended if device not in lacking]
+    if not any(statuses):
+        statuses += _report_misnamed(ended.values(), caches)
+    return max(statuses)
+
+
+def _report_misnamed(ends: Iterable[Any], caches: Sequence[str]) -> list[int]:
+    """Complain of each name that is neither a cache nor a model on any device."""
+    found = {outcome.cache for end in ends for outcome in getattr(end, "outcomes", ())}
+    names = found | {cache.rpartition("/")[0] for cache in found}
+    wrong = [cache for cache in caches if cache not in names]
+    for cache in wrong:
+        complain(f"no daemon has a cache {cache!r}")
+    return [EXIT_FAILURE for _ in wrong]
 
 
 def _report_reload(device: str, end: Any) -> int:
-    """Print how one device's reload ended; its exit status, where a lost daemon counts above a
-    failed cache.
-    """
+    """Print one device's result. Its exit status: a lost daemon outranks a failed cache."""
     from weightcached.cli.reload import outcome_text
 
     if isinstance(end, WeightcachedError):
@@ -224,10 +284,11 @@ def _display() -> ProgressDisplay:
 
 
 @main.command()
+@_socket_dir
 @click.argument("cache", metavar="CACHE")
 @_on_devices
 @click.option(
-    "--force", is_flag=True, help="Also while engines map it; their memory stays until they end."
+    "--force", is_flag=True, help="Also if engines map it. Their memory stays until they end."
 )
 def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     """Free CACHE on every device that has it.
@@ -253,11 +314,12 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
 
 
 @main.command()
+@_socket_dir
 @_json
 def devices(as_json: bool) -> None:
     """List devices, with their models and daemons.
 
-    GPUs of this machine, and what else the manifest or a socket names.
+    The GPUs of this machine, and other devices that the manifest or a socket names.
     """
     from weightcached.cli import devices
 
@@ -276,13 +338,13 @@ def devices(as_json: bool) -> None:
     "--manifest",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="Another manifest than the one in force.",
+    help="Read this manifest instead of the one in force.",
 )
 def plan(as_json: bool, manifest: Path | None) -> None:
     """Show which rank of which model each device serves.
 
-    Read from the manifest, with about the size of each, before anything loads.
-    Exit status: 0 shown, 78 the manifest is wrong.
+    Read from the manifest, with approximate sizes, before anything loads. Exit status: 0 shown, 78
+    the manifest is wrong.
     """
     from weightcached.cli import plan
     from weightcached.config.manifest import load_manifest
@@ -298,33 +360,36 @@ def plan(as_json: bool, manifest: Path | None) -> None:
 
 
 @main.command()
+@_socket_dir
 @_devices
 def start(devices: Sequence[str]) -> None:
     """Start units and wait until they serve.
 
-    Exit status: 0 all serve, 1 a unit failed.
+    Exit status: 0 all serve, 1 a unit failed, or serves none of its caches.
     """
     _run_job("start", devices)
 
 
 @main.command()
+@_socket_dir
 @_devices
 def stop(devices: Sequence[str]) -> None:
     """Stop units, which frees their memory.
 
-    What engines map is freed as they end.
-    Exit status: 0 all stopped, 1 a unit ended otherwise.
+    Memory that an engine maps is freed when it ends. Exit status: 0 all stopped, 1 a unit ended
+    otherwise.
     """
     _run_job("stop", devices)
 
 
 @main.command()
+@_socket_dir
 @_devices
 def restart(devices: Sequence[str]) -> None:
-    """Restart units; what is resident stays.
+    """Restart units; resident weights stay.
 
-    Nothing is loaded again that the manifest still wants.
-    Exit status: 0 all serve, 1 a unit failed.
+    Loads nothing that is resident and still in the manifest. Exit status: 0 all serve, 1 a unit
+    failed, or serves none of its caches.
     """
     _run_job("restart", devices)
 
@@ -338,20 +403,39 @@ def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
     finally:
         display.clear()
     past = {"start": "started", "stop": "stopped", "restart": "restarted"}[verb]
+    failed = False
     for device, error in ended.items():
         if error:
             complain(f"{device}: {error}")
+            failed = True
         else:
             click.echo(f"{device}: {past}")
-    _exit(EXIT_FAILURE if any(ended.values()) else 0)
+            failed |= verb != "stop" and not _serves(device)
+    _exit(EXIT_FAILURE if failed else 0)
+
+
+def _serves(device: str) -> bool:
+    """Report failed caches of a daemon that has started. False if it serves none of its caches."""
+    from weightcached.cli.status import ask_device
+
+    try:
+        caches = ask_device(device).caches
+    except WeightcachedError:
+        # This session does not see its socket: doctor says so.
+        return True
+    failed = [cache for cache in caches if cache.state == "failed"]
+    for cache in failed:
+        again = "; it is tried again" if cache.retry_at is not None else ""
+        complain(f"{device} {cache.name} failed: {' '.join(cache.error.split())}{again}")
+    return not failed or any(cache.state == "ready" for cache in caches)
 
 
 @main.command()
 def install() -> None:
     """Write unit files and an example manifest.
 
-    Files that were edited since are kept. Exit status: 0 written or there already, 1 something is
-    in the way.
+    Files that you have edited stay. Exit status: 0 written or there already, 1 something is in the
+    way.
     """
     from weightcached.cli.units import reload_manager
     from weightcached.system import units
@@ -371,32 +455,42 @@ def install() -> None:
 
 @main.command()
 def uninstall() -> None:
-    """Remove what 'install' wrote.
+    """Remove the files that 'install' wrote.
 
-    Files that somebody edited stay. Running units go on.
+    Files that you have edited stay. Refused while a unit runs: without its file systemd would
+    forget it, and free its memory.
 
-    Exit status: 0 also where edited files are left; they are named.
+    Exit status: 0 removed (edited files stay and are named), 1 a unit runs.
     """
-    from weightcached.cli.units import reload_manager
+    from weightcached.cli.units import reload_manager, running_units
     from weightcached.system import units
 
+    ours = {str(path) for path in units.destinations()}
+    running = [name for name, path in running_units().items() if path in ours]
+    if running:
+        complain(
+            f"{', '.join(running)} {'runs' if len(running) == 1 else 'run'}, and would lose resident weights: "
+            f"systemctl --user disable --now {' '.join(running)}, then uninstall"
+        )
+        _exit(EXIT_FAILURE)
     _report_files(units.uninstall())
     reload_manager()
 
 
 def _report_files(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        why = ", which is not as 'install' wrote it" if outcome.action == "kept" else ""
+        why = ", which was edited" if outcome.action == "kept" else ""
         click.echo(f"{outcome.action} {outcome.path}{why}")
 
 
 @main.command()
+@_socket_dir
 @_json
 def doctor(as_json: bool) -> None:
     """Check what daemons and engines need.
 
-    Each finding is one line, with the command that mends it.
-    Exit status: 0 nothing failed (warnings count as that), 1 something failed.
+    Each finding is one line, with the command that fixes it. Exit status: 0 nothing failed (there
+    may be warnings), 1 something failed.
     """
     from weightcached.cli import doctor
 
@@ -409,14 +503,15 @@ def doctor(as_json: bool) -> None:
 
 
 @main.command()
+@_socket_dir
 @click.argument("cache", metavar="[CACHE]", required=False)
 @_on_devices
 def verify(cache: str | None, devices: Sequence[str]) -> None:
     """Compare resident bytes with their digests.
 
-    The digests were made while loading.
-    CACHE is a model's name or MODEL/ROLE; all ready caches without it.
-    Exit status: 0 all equal, 1 something differs or could not be read, 3 no daemon answered.
+    The loader made the digests. CACHE is a model's name or MODEL/ROLE; without it, all ready caches
+    are compared. Exit status: 0 all equal, 1 something differs or could not be read, 3 no daemon
+    answered.
     """
     from weightcached.cli import verify
 
@@ -434,12 +529,78 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
     _exit(EXIT_FAILURE if failed else 0)
 
 
+@main.group()
+def snapshot() -> None:
+    """List, verify or remove what is kept on disk.
+
+    Snapshots are written after a load if the manifest has the key snapshots, and bring the weights
+    back without vLLM.
+    """
+
+
+_snapshot_cache = click.argument("cache", required=False)
+
+
+@snapshot.command("list")
+@_snapshot_cache
+@_json
+def snapshot_list(cache: str | None, as_json: bool) -> None:
+    """List all snapshots, or those of CACHE, a cache or a model."""
+    from weightcached.cli import snapshot
+
+    rows = snapshot.rows(snapshot.directory(), cache)
+    if as_json:
+        _print_json([row._asdict() for row in rows])
+    else:
+        click.echo("\n".join(snapshot.table(rows)))
+
+
+@snapshot.command("verify")
+@_snapshot_cache
+def snapshot_verify(cache: str | None) -> None:
+    """Read every byte and compare its digest.
+
+    Exit status: 0 all are as written, 1 one is not.
+    """
+    from weightcached.cli import snapshot
+
+    status = 0
+    for row in snapshot.rows(snapshot.directory(), cache):
+        error = snapshot.verify(row)
+        status = EXIT_FAILURE if error else status
+        click.echo(f"{row.device} {row.cache}: {error or 'all digests equal'}")
+    _exit(status)
+
+
+@snapshot.command("rm")
+@click.argument("cache")
+def snapshot_rm(cache: str) -> None:
+    """Remove the snapshots of CACHE, a cache or a model.
+
+    Exit status: 0 removed, 1 there is none.
+    """
+    from weightcached.cli import snapshot
+
+    root = snapshot.directory()
+    rows = snapshot.rows(root, cache)
+    if not rows:
+        complain(f"{root} has no snapshot of {cache}: see 'weightcachectl snapshot list'")
+        _exit(EXIT_FAILURE)
+    for row in rows:
+        snapshot.remove(row)
+        click.echo(f"removed {row.path}")
+
+
 @main.command()
+@_socket_dir
 @click.argument("cache", metavar="CACHE")
 @_on_devices
 @_json
 @click.option(
-    "--all", "each", is_flag=True, help="Every module and every name, also where layers are alike."
+    "--all",
+    "each",
+    is_flag=True,
+    help="Show every module and every name, even if layers are alike.",
 )
 def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> None:
     """Show how CACHE is attached, or why it is not.
@@ -451,7 +612,7 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
     from weightcached.cli import explain
     from weightcached.cli.reload import holders
 
-    answers = _ask(devices)
+    answers = _ask(devices, units=False)
     if not answers.replies:
         _exit(_explain_failed_units(devices))
     found = explain.reports(answers.replies, holders(answers.replies, cache))
@@ -463,12 +624,8 @@ def explain(cache: str, devices: Sequence[str], as_json: bool, each: bool) -> No
 
 
 def _explain_failed_units(devices: Sequence[str]) -> int:
-    """A daemon none of whose models could be loaded has ended; systemd keeps what it said."""
-    from weightcached.cli.units import failures
-
-    ended = {
-        device: error for device, error in failures().items() if not devices or device in devices
-    }
+    """A daemon that could load no model has ended; systemd keeps its last words."""
+    ended = _failed_units(devices, devices)
     for device, error in ended.items():
         click.echo(f"{device}: {error}")
     return EXIT_FAILURE if ended else EXIT_NO_DAEMON
@@ -476,7 +633,7 @@ def _explain_failed_units(devices: Sequence[str]) -> int:
 
 @main.group()
 def engine() -> None:
-    """See and steer engine services.
+    """Show and control engine services.
 
     NAME is an entry under engines: in the manifest.
     """
@@ -494,8 +651,9 @@ def engine_status(name: str | None, as_json: bool) -> None:
     Exit status: 0 shown, 1 it is not running.
     """
     from weightcached.cli import engine as engines
+    from weightcached.wire.services import Services
 
-    found = engines.Services([engines.ask(name, "status")], {}) if name else engines.ask_all()
+    found = Services([engines.ask(name, "status")], {}) if name else engines.ask_all()
     for service, error in found.errors.items():
         complain(f"{service}: {error}")
     if as_json:

@@ -46,18 +46,18 @@ def main() -> None:
     help="Directory of the socket and the lock; made with mode 0700 if it is missing.",
 )
 @click.option(
-    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="The least that is logged."
+    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="Lowest level to log."
 )
 @click.option(
     "--loaders-ahead",
     type=click.IntRange(min=0),
     show_default="one for every 4 cores, at most 3",
-    help="How many models that wait to be loaded import vLLM meanwhile, each in 1 to 2 GB of host memory.",
+    help="How many waiting loaders import vLLM ahead, each in 1 to 2 GB of host memory.",
 )
 @click.option(
     "--no-retry",
     is_flag=True,
-    help="End with status 1 when nothing could be loaded, instead of trying again.",
+    help="End with status 1 if nothing could be loaded, instead of trying again.",
 )
 # For tests and for emergencies; the defaults are part of what the unit's timeouts assume.
 @click.option(
@@ -90,7 +90,7 @@ def serve(
     """Serve the weights of DEVICE until told to stop.
 
     DEVICE is GPU-<uuid>, MIG-<uuid>, or cpuN for host memory. SIGHUP reads the manifest again;
-    SIGTERM stops. What cannot be loaded now and may be later is tried again, after 1 s to 5 min.
+    SIGTERM stops. A load that failed for a passing reason is tried again after 1 s to 5 min.
 
     Exit status: 0 stopped, 1 a fault, 2 bad usage, 75 another daemon serves DEVICE, 78 the
     configuration must be changed first.
@@ -115,7 +115,7 @@ def serve(
 @main.command(
     context_settings={
         "allow_extra_args": True,
-        # A short option here would be found inside of vLLM's, such as -dph.
+        # A short option here would match inside of vLLM's, such as -dph.
         "help_option_names": ["--help"],
         "ignore_unknown_options": True,
         "token_normalize_func": lambda name: name.replace("_", "-"),
@@ -133,23 +133,26 @@ def serve(
     "--weight-cache-master-port",
     type=_PORT,
     metavar="PORT",
-    help="Accepted, and not used: ranks load alone.",
+    help="Accepted but not used: ranks load alone.",
 )
 @click.option(
     "--weight-cache-draft-master-port",
     type=_PORT,
     metavar="PORT",
-    help="The same for the draft model.",
+    help="As --weight-cache-master-port, for the draft model.",
 )
 @click.option(
     "--weight-cache-health-port",
     type=_PORT,
     metavar="PORT",
     show_default="none",
-    help="Serve /health and /metrics.",
+    help="Serve /health and /metrics on this port.",
 )
 @click.option(
-    "--weight-cache-health-host", default="127.0.0.1", metavar="HOST", help="Address of /health."
+    "--weight-cache-health-host",
+    default="127.0.0.1",
+    metavar="HOST",
+    help="Address for --weight-cache-health-port.",
 )
 @click.option(
     "--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader."
@@ -198,7 +201,7 @@ def preload(
     type=click.Path(path_type=Path),
     metavar="PATH",
     show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
-    help="The model manifest, which says what must be ready.",
+    help="The model manifest, which names the caches that must be ready.",
 )
 @click.option(
     "--socket-dir",
@@ -217,13 +220,12 @@ def preload(
 def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port: int) -> None:
     """Serve /health and /metrics of this node's daemons over HTTP until told to stop.
 
-    /health answers 200 when every cache that the manifest wants is ready, else 503 with one line
-    for each that is not. /metrics is in Prometheus's text format and needs the package
-    prometheus_client.
+    /health answers 200 if every cache in the manifest is ready, else 503 with one line for each
+    that is not. /metrics is in Prometheus's text format and needs the package prometheus_client.
 
     Exit status: 0 stopped, 1 cannot listen there, 2 bad usage.
     """
-    # The daemon has no use for an HTTP server in its memory.
+    # The daemon must not hold an HTTP server in its memory.
     from weightcached.exporter.health import Node
     from weightcached.exporter.server import serve_http
 
@@ -248,7 +250,7 @@ def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port:
     help="Directory of the sockets; made with mode 0700 if it is missing.",
 )
 @click.option(
-    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="The least that is logged."
+    "--log-level", type=click.Choice(logs.LEVELS), default="info", help="Lowest level to log."
 )
 @click.option("--engine-module", hidden=True, default="weightcached.vllm_compat.server")
 def engine(

@@ -1,4 +1,5 @@
-"""Which draft models are cached, from a manifest's engine arguments alone; no vLLM.
+"""Which draft models are cached, and which checkpoint each role has, from a manifest's engine
+arguments alone; no vLLM.
 
 vLLM resolves the method when it makes its configuration. The daemon has to know before: it is
 resolved here by the same words, the draft's name and its config.json. A loader that finds another
@@ -34,6 +35,20 @@ def has_cached_draft(engine: Mapping[str, Any]) -> bool:
     return not own_load and draft_method(engine) in CACHED_METHODS
 
 
+def checkpoint_arguments(engine: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """The arguments of record_checkpoint() for a role of a model with these engine arguments."""
+    named: Mapping[str, Any] = engine
+    speculative = engine.get("speculative_config")
+    if role == "draft" and isinstance(speculative, dict) and speculative.get("model"):
+        named = speculative
+    return {
+        "model": str(named.get("model", "")),
+        "revision": named.get("revision"),
+        "download_dir": engine.get("download_dir"),
+        "load_format": str(engine.get("load_format", "auto")),
+    }
+
+
 def draft_method(engine: Mapping[str, Any]) -> str | None:
     """The method of speculative_config as vLLM resolves it; None without speculation."""
     speculative = engine.get("speculative_config")
@@ -55,6 +70,9 @@ def _method_of(model: str) -> str:
     for part, method in _IN_NAME:
         if part in model.lower():
             return method
+    if model.startswith("/") and not Path(model).is_dir():
+        # Missing now. But its served draft must not count as unwanted.
+        return CACHED_METHODS[0]
     try:
         config = json.loads(Path(model, "config.json").read_bytes())
     except (OSError, ValueError):

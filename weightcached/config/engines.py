@@ -1,26 +1,25 @@
 """The manifest's `engines:`: one entry a service, an HTTP endpoint that engines of one model serve
 in turn.
 
-Which arguments vLLM knows is for the engine to say; what contradicts the service is refused here.
+The engine checks which arguments vLLM knows; arguments that contradict the service are refused
+here.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from weightcached.config.located_yaml import Value, listed, near_miss
+from weightcached.config.located_yaml import Name, Text, Value, listed, near_miss
 from weightcached.config.ranks import PlacementError, layout_of, needs
 
 if TYPE_CHECKING:
     from weightcached.config.manifest import ModelSpec
 
-ENGINE_KEYS = (
-    "name", "model", "listen", "arguments", "standby", "idle_sleep_s", "drain_s", "hang_s", "nursery",
-)  # fmt: skip
 _PORTS = range(1, 65536)
 # A Unix socket's name has room for 107 bytes (unix(7)).
 _MAX_PATH_BYTES = 107
@@ -29,9 +28,9 @@ DEFAULT_HANG_S = 60.0
 _REFUSED = {
     "model": "the entry's key model names the model",
     "model_tag": "the entry's key model names the model",
-    "host": "the entry's key listen says where",
-    "port": "the entry's key listen says where",
-    "uds": "the entry's key listen says where",
+    "host": "use the entry's key listen",
+    "port": "use the entry's key listen",
+    "uds": "use the entry's key listen",
     "config": "write the arguments here",
     "grpc": "the service serves HTTP",
     "headless": "an engine of a service has its own API server",
@@ -45,7 +44,7 @@ _AT_MOST_ONE = {
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True):
-    """Where clients connect: host and port, or the path of a Unix socket."""
+    """The address for clients: host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -78,103 +77,99 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         return {**model.engine, "load_format": "ipc_cache", **self.arguments}
 
     def digest(self, model: ModelSpec) -> str:
-        """Names what an engine is started with: equal digests are one version of the service."""
+        """Identifies the start of an engine: equal digests are one version of the service."""
         started_with = [self.merged(model), model.python, model.devices]
         return hashlib.sha256(msgspec.json.encode(started_with, order="deterministic")).hexdigest()
 
 
-def parse_engines(value: Value, models: Sequence[ModelSpec]) -> list[EngineSpec]:
-    """The entries, checked. Raises ManifestError for the first fault."""
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class EngineEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of `engines:`, as it is written."""
+
+    name: Name
+    model: Text
+    listen: Text
+    arguments: dict[str, Any] = {}
+    standby: Annotated[int, Meta(ge=0)] = 1
+    idle_sleep_s: Seconds = 0.0
+    drain_s: Seconds = DEFAULT_DRAIN_S
+    hang_s: Seconds = DEFAULT_HANG_S
+    nursery: bool = True
+
+
+def resolve_engines(
+    entries: Sequence[EngineEntry], value: Value, models: Sequence[ModelSpec]
+) -> list[EngineSpec]:
+    """The services, checked. Raises ManifestError for the first fault."""
     by_name = {model.name: model for model in models}
     found: list[EngineSpec] = []
     lines: dict[str, int] = {}
-    for entry in value.items():
-        keys = entry.mapping(ENGINE_KEYS)
-        engine = _engine(entry, keys, by_name)
+    for entry, at in zip(entries, value.items(), strict=True):
+        engine = _engine(entry, at, by_name)
         if engine.name in lines:
-            keys["name"].fail(
+            at["name"].fail(
                 f"the name {engine.name!r} is taken by the engine on line {lines[engine.name]}: choose another"
             )
         for other in found:
             if other.listen == engine.listen:
-                keys["listen"].fail(f"{other.name} listens there too: choose another address")
-        lines[engine.name] = keys["name"].line
+                at["listen"].fail(f"{other.name} listens there too: choose another address")
+        lines[engine.name] = at["name"].line
         found.append(engine)
     return found
 
 
-def _engine(entry: Value, keys: dict[str, Value], models: Mapping[str, ModelSpec]) -> EngineSpec:
-    for required in ("name", "model", "listen"):
-        if required not in keys:
-            entry.fail(f"the key {required} is missing")
-    model = models.get(keys["model"].string())
+def _engine(entry: EngineEntry, at: Value, models: Mapping[str, ModelSpec]) -> EngineSpec:
+    model = models.get(entry.model)
     if model is None:
-        name = keys["model"].string()
-        keys["model"].fail(
-            f"no model {name!r} in this manifest{near_miss(name, models)}; models: {listed(models)}"
+        at["model"].fail(
+            f"no model {entry.model!r} in this manifest{near_miss(entry.model, models)}; models: {listed(models)}"
         )
-    spec = EngineSpec(
-        name=keys["name"].name(),
-        model=model.name,
-        listen=_listen(keys["listen"]),
-        arguments=_arguments(keys["arguments"], model) if "arguments" in keys else {},
-        standby=_standby(keys["standby"]) if "standby" in keys else 1,
-        idle_sleep_s=keys["idle_sleep_s"].number(0) if "idle_sleep_s" in keys else 0.0,
-        drain_s=keys["drain_s"].number(0) if "drain_s" in keys else DEFAULT_DRAIN_S,
-        hang_s=_hang(keys["hang_s"]) if "hang_s" in keys else DEFAULT_HANG_S,
-        nursery=keys["nursery"].boolean() if "nursery" in keys else True,
-    )
-    _check_layout(spec, model, keys.get("arguments", keys["model"]))
+    if entry.standby > 1:
+        at["standby"].fail(
+            f"expected 0 or 1, got {entry.standby}: one parked engine takes over, the next follows"
+        )
+    if entry.hang_s < 1:
+        at["hang_s"].fail(
+            f"expected at least 1, got {entry.hang_s:g}: an engine must have time for a step"
+        )
+    _check_arguments(entry.arguments, at.get("arguments"), model)
+    fields = msgspec.structs.asdict(entry) | {"listen": _listen(entry.listen, at["listen"])}
+    spec = EngineSpec(**fields)
+    _check_layout(spec, model, at["arguments" if entry.arguments else "model"])
     return spec
 
 
-def _listen(value: Value) -> Listen:
-    text = value.string()
+def _listen(text: str, at: Value) -> Listen:
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path.startswith("/"):
-            value.fail(f"expected unix: with an absolute path, got {text!r}")
+            at.fail(f"expected unix: with an absolute path, got {text!r}")
         if len(path.encode()) > _MAX_PATH_BYTES:
-            value.fail(f"the path has {len(path.encode())} bytes, a socket's has at most 107")
+            at.fail(f"the path has {len(path.encode())} bytes, a socket's has at most 107")
         return Listen(path=path)
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     bracketed = f"[{bare}]" == host
     if not (colon and bare and port.isdecimal()) or (":" in bare) != bracketed:
-        value.fail(f"expected HOST:PORT, [IPv6]:PORT or unix:/path, got {text!r}")
+        at.fail(f"expected HOST:PORT, [IPv6]:PORT or unix:/path, got {text!r}")
     if int(port) not in _PORTS:
-        value.fail(f"expected a port of {_PORTS.start} to {_PORTS.stop - 1}, got {port}")
+        at.fail(f"expected a port of {_PORTS.start} to {_PORTS.stop - 1}, got {port}")
     return Listen(host=bare, port=int(port))
 
 
-def _standby(value: Value) -> int:
-    count = value.integer(0)
-    if count > 1:
-        value.fail(f"expected 0 or 1, got {count}: one parked engine takes over, the next follows")
-    return count
-
-
-def _hang(value: Value) -> float:
-    seconds = value.number(0)
-    if seconds < 1:
-        value.fail(f"expected at least 1, got {seconds:g}: an engine must have time for a step")
-    return seconds
-
-
-def _arguments(value: Value, model: ModelSpec) -> dict[str, Any]:
-    keys = value.mapping()
-    for key, argument in keys.items():
+def _check_arguments(arguments: Mapping[str, Any], at: Value, model: ModelSpec) -> None:
+    for key in arguments:
         name = key.lstrip("-").replace("-", "_")
         if not key.isidentifier():
-            argument.fail(f"arguments have their Python names: write {name}")
+            at[key].fail(f"arguments have their Python names: write {name}")
         if key in _REFUSED:
-            argument.fail(f"not an argument of a service: {_REFUSED[key]}")
-    arguments = {key: argument.plain() for key, argument in keys.items()}
+            at[key].fail(f"not an argument of a service: {_REFUSED[key]}")
     for key, reason in _AT_MOST_ONE.items():
         given = arguments.get(key, model.engine.get(key))
-        if isinstance(given, int) and given > 1:
-            keys.get(key, value).fail(f"{key} {given}: {reason}")
-    return arguments
+        if isinstance(given, int) and given > 1 and arguments:
+            at.get(key).fail(f"{key} {given}: {reason}")
 
 
 def _check_layout(spec: EngineSpec, model: ModelSpec, where: Value) -> None:

@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
+import msgspec
 import yaml
+from msgspec import Meta, inspect
 
 from weightcached.errors import ManifestError
 
@@ -23,7 +25,18 @@ MAX_FILE_BYTES = 1 << 20
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 _INT64 = range(-(2**63), 2**63)
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+# `.name` or `[0]` in the paths of msgspec's errors.
+_PATH_STEP = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]")
+_T = TypeVar("_T")
+# A name of a model or an engine, which stands in file names and unit names.
+Name = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9._-]{1,100}\Z",
+        description="1 to 100 letters, digits, dots, dashes or underscores",
+    ),
+]
+Text = Annotated[str, Meta(min_length=1)]
 _SCALARS = {"null", "bool", "int", "float", "str"}
 _TAG = "tag:yaml.org,2002:"
 
@@ -155,13 +168,20 @@ class Value:
             key.fail("merge keys (<<) are not supported: write the keys out")
         if key.kind != "str" or not isinstance(node, yaml.ScalarNode):
             key.fail(f"expected a string as key, got {key.described()}: quote it")
-        return key.string()
+        if not node.value:
+            key.fail("expected a string that is not empty as key, got ''")
+        return key._checked_text(str(node.value))
 
     def items(self) -> list[Value]:
         """The elements of a list."""
         if not isinstance(self.node, yaml.SequenceNode):
             self.fail(f"expected a list, got {self.described()}")
         return [self._child(node, f"{self.key}[{n}]") for n, node in enumerate(self.node.value)]
+
+    def _checked_text(self, text: str) -> str:
+        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            self.fail(f"expected text, got {text!r}: NUL and lone surrogates are not allowed")
+        return text
 
     def _child(self, node: yaml.Node, key: str) -> Value:
         child = Value(self.document, node, key, self.depth + 1)
@@ -174,56 +194,55 @@ class Value:
             )
         return child
 
-    def string(self) -> str:
-        """A string that is not empty."""
-        if self.kind != "str":
-            quote = ": quote it" if self.kind in ("int", "float", "bool", "timestamp") else ""
-            self.fail(f"expected a string, got {self.described()}{quote}")
-        text = str(self.node.value)
-        if not text:
-            self.fail("expected a string that is not empty, got ''")
-        return self._checked_text(text)
+    def __getitem__(self, step: str | int) -> Value:
+        """One entry of a mapping, or one element of a list. Raises LookupError."""
+        return self.items()[step] if isinstance(step, int) else self.mapping()[step]
 
-    def _checked_text(self, text: str) -> str:
-        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
-            self.fail(f"expected text, got {text!r}: NUL and lone surrogates are not allowed")
-        return text
+    def get(self, key: str) -> Value:
+        """The entry of that key, or the mapping itself if it has none: for messages."""
+        return self.mapping().get(key, self)
 
-    def one_of(self, allowed: Iterable[str]) -> str:
-        """One of the allowed strings."""
-        if self.kind != "str" or self.node.value not in allowed:
-            miss = near_miss(str(self.node.value), allowed) if self.kind == "str" else ""
-            self.fail(f"expected one of {listed(allowed)}, got {self.described()}{miss}")
-        return str(self.node.value)
+    def convert(self, to: type[_T]) -> _T:
+        """The value as `to`, a msgspec type.
 
-    def integer(self, minimum: int) -> int:
-        """An integer of at least `minimum`."""
-        number = self.plain() if self.kind == "int" else None
-        if not isinstance(number, int) or number < minimum:
-            self.fail(f"expected an integer of at least {minimum}, got {self.described()}")
-        return number
+        Raises ManifestError for the first place that does not fit, with the expected type, or with
+        the description in the type's Meta().
+        """
+        data = self.plain()
+        try:
+            return msgspec.convert(data, to)
+        except msgspec.ValidationError as e:
+            self._explain(str(e), inspect.type_info(to))
 
-    def number(self, minimum: float) -> float:
-        """A number of at least `minimum`."""
-        number = self.plain() if self.kind in ("int", "float") else None
-        if not isinstance(number, int | float) or number < minimum:
-            self.fail(f"expected a number of at least {minimum:g}, got {self.described()}")
-        return float(number)
-
-    def boolean(self) -> bool:
-        """true or false."""
-        if self.kind != "bool":
-            self.fail(f"expected true or false, got {self.described()}")
-        return bool(self.plain())
-
-    def name(self) -> str:
-        """A name of a model or an engine: it stands in file names and unit names."""
-        name = self.string()
-        if not _NAME.fullmatch(name):
-            self.fail(
-                f"expected 1 to 100 letters, digits, dots, dashes or underscores, got {name!r}"
+    def _explain(self, text: str, kind: inspect.Type) -> NoReturn:
+        """Report msgspec's error at the place that it names."""
+        what, _, path = text.removesuffix("`").partition(" - at `$")
+        at = self
+        for name, index in _PATH_STEP.findall(path):
+            at, kind = at[name or int(index)], _inside(kind, name)
+        field = what.partition("`")[2].removesuffix("`")
+        if what.startswith("Object contains unknown field"):
+            known = [known.encode_name for known in _as_struct(kind).fields]
+            at[field].fail(
+                f"unknown key{near_miss(field, known)}; known keys: {listed(known)}",
+                line=at._line_of_key(field),
             )
-        return name
+        if what.startswith("Object missing required field"):
+            wanted = _description(_inside(kind, field))
+            at.fail(f"the key {field} is missing" + (f": expected {wanted}" if wanted else ""))
+        if isinstance(at.node, yaml.SequenceNode) and not at.node.value and "length" in what:
+            at.fail("the list is empty: expected at least one entry")
+        expected, choices = _description(kind) or _expected(kind), _choices(kind)
+        hint = near_miss(str(at.node.value), choices) if choices and at.kind == "str" else ""
+        if at.kind == "str" and not at.node.value:
+            expected = "a string that is not empty"
+        if _takes_text(kind) and at.kind in ("int", "float", "bool", "timestamp"):
+            hint = ": quote it"
+        at.fail(f"expected {expected}, got {at.described()}{hint}")
+
+    def _line_of_key(self, key: str) -> int:
+        keys = (node for node, _ in self.node.value if node.value == key)
+        return int(next(keys).start_mark.line) + 1
 
     def plain(self) -> Any:
         """The value as Python objects that JSON can hold."""
@@ -250,3 +269,69 @@ class Value:
             self.fail(text)
         except ManifestError as e:
             return e
+
+
+def _plain_type(kind: inspect.Type) -> inspect.Type:
+    return kind.type if isinstance(kind, inspect.Metadata) else kind
+
+
+def _alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    """The types that a value may have, without None, which stands for a missing key."""
+    kind = _plain_type(kind)
+    kinds = tuple(kind.types) if isinstance(kind, inspect.UnionType) else (kind,)
+    return tuple(k for k in kinds if not isinstance(k, inspect.NoneType))
+
+
+def _as_struct(kind: inspect.Type) -> inspect.StructType:
+    found = (k for k in map(_plain_type, _alternatives(kind)) if isinstance(k, inspect.StructType))
+    return next(found)
+
+
+def _inside(kind: inspect.Type, name: str) -> inspect.Type:
+    """The type of a structure's field, or of a list's elements if there is no name."""
+    if name:
+        return next(f.type for f in _as_struct(kind).fields if f.encode_name == name)
+    kinds = map(_plain_type, _alternatives(kind))
+    return next(k.item_type for k in kinds if isinstance(k, inspect.ListType))
+
+
+def _description(kind: inspect.Type) -> str:
+    if isinstance(kind, inspect.Metadata):
+        return str((kind.extra_json_schema or {}).get("description", ""))
+    return ""
+
+
+def _takes_text(kind: inspect.Type) -> bool:
+    return any(isinstance(_plain_type(k), inspect.StrType) for k in _alternatives(kind))
+
+
+def _choices(kind: inspect.Type) -> list[str]:
+    kinds = (k for k in _alternatives(kind) if isinstance(k, inspect.LiteralType))
+    return [str(value) for k in kinds for value in k.values]
+
+
+_TYPES: dict[type[inspect.Type], str] = {
+    inspect.BoolType: "true or false",
+    inspect.DictType: "a mapping",
+    inspect.FloatType: "a number",
+    inspect.IntType: "an integer",
+    inspect.ListType: "a list",
+    inspect.StructType: "a mapping",
+}
+
+
+def _expected(kind: inspect.Type) -> str:
+    return " or ".join(_expected_alone(_plain_type(k)) for k in _alternatives(kind))
+
+
+def _expected_alone(kind: inspect.Type) -> str:
+    if isinstance(kind, inspect.LiteralType):
+        return f"one of {listed(map(str, kind.values))}"
+    if isinstance(kind, inspect.StrType):
+        return "a string"
+    text = _TYPES.get(type(kind), "another value")
+    if isinstance(kind, inspect.IntType | inspect.FloatType) and kind.ge is not None:
+        text += (
+            f" of at least {kind.ge:g}" if kind.le is None else f" of {kind.ge:g} to {kind.le:g}"
+        )
+    return text

@@ -10,27 +10,28 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+from weightcached.config import rendezvous
 from weightcached.config.drafts import has_cached_draft
-from weightcached.config.engines import EngineSpec, parse_engines
+from weightcached.config.engines import EngineEntry, EngineSpec, resolve_engines
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
-from weightcached.config.located_yaml import Value, read
+from weightcached.config.located_yaml import Name, Text, Value, read
 from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
-from weightcached.config.rendezvous import parse as parse_rendezvous
-from weightcached.errors import DeviceError, ManifestError
+from weightcached.config.snapshots import SnapshotsEntry, SnapshotSpec, resolve_snapshots
+from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError
 from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
 ALL = "all"
-ROOT_KEYS = ("version", "models", "engines")
-MODEL_KEYS = ("name", "devices", "engine", "python", "rendezvous", "identity")
-IDENTITY = ("full", "sampled")
 LAYOUT_KEYS = SIZES
+Size = Annotated[int, Meta(ge=1)]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,15 +86,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     models: list[ModelSpec]
     engines: list[EngineSpec] = []
+    snapshots: SnapshotSpec | None = None
 
     def on(self, device: str) -> list[ModelSpec]:
         """The models placed on `device`, in manifest order."""
         return [model for model in self.models if model.is_on(device)]
 
     def service(self, name: str) -> tuple[EngineSpec, ModelSpec]:
-        """The engine service called `name`, and its model. Raises ManifestError where there is
-        none.
-        """
+        """The engine service called `name`, and its model. Raises ManifestError without one."""
         for engine in self.engines:
             if engine.name == name:
                 return engine, next(m for m in self.models if m.name == engine.model)
@@ -101,51 +101,68 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         raise ManifestError(f"{self.path}: no engine {name!r} under engines: (there: {known})")
 
 
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of `models:`, as it is written."""
+
+    name: Name
+    devices: Annotated[list[Text] | Text, Meta(description=f"a list of devices or {ALL}")]
+    engine: dict[str, Any]
+    python: Text | None = None
+    rendezvous: rendezvous.Entry = "solo"
+    identity: Literal["full", "sampled"] = "full"
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The manifest, as it is written."""
+
+    version: Literal[1]
+    models: Annotated[list[ModelEntry], Meta(min_length=1, description="a list of models")]
+    engines: list[EngineEntry] = []
+    snapshots: SnapshotsEntry | None = None
+
+
 def load_manifest(path: Path) -> Manifest:
     """Read and check a manifest. Raises ManifestError for the first fault."""
     root = read(path)
-    keys = root.mapping(ROOT_KEYS)
-    _check_version(root, keys.get("version"))
-    if "models" not in keys:
-        root.fail("the key models is missing: expected a list of models")
-    entries = keys["models"].items()
-    if not entries:
-        keys["models"].fail("the list is empty: expected at least one model")
-    models = _models(entries)
-    engines = parse_engines(keys["engines"], models) if "engines" in keys else []
-    return Manifest(path=path, models=models, engines=engines)
-
-
-def _check_version(root: Value, version: Value | None) -> None:
-    if version is None:
+    keys = root.mapping()
+    if "version" not in keys:
         root.fail(f"the key version is missing: write 'version: {VERSION}'")
+    _check_version(keys["version"])
+    document = root.convert(Document)
+    models = _models(document.models, keys["models"])
+    engines = resolve_engines(document.engines, keys["engines"], models) if document.engines else []
+    entry = document.snapshots
+    snapshots = None if entry is None else resolve_snapshots(entry, keys["snapshots"])
+    return Manifest(path=path, models=models, engines=engines, snapshots=snapshots)
+
+
+def _check_version(version: Value) -> None:
     if version.kind != "int" or version.plain() != VERSION:
         version.fail(
             f"expected {VERSION}, the only manifest version that this software reads, got {version.described()}"
         )
 
 
-def _models(entries: list[Value]) -> list[ModelSpec]:
+def _models(entries: list[ModelEntry], value: Value) -> list[ModelSpec]:
     models: list[ModelSpec] = []
     lines: dict[str, int] = {}
-    for entry in entries:
-        keys = entry.mapping(MODEL_KEYS)
-        model = _model(entry, keys)
+    for entry, at in zip(entries, value.items(), strict=True):
+        model = _model(entry, at)
         if model.name in lines:
-            keys["name"].fail(
+            at["name"].fail(
                 f"the name {model.name!r} is taken by the model on line {lines[model.name]}: choose another"
             )
-        lines[model.name] = keys["name"].line
-        _check_ports(model, models, keys)
+        lines[model.name] = at["name"].line
+        _check_ports(model, models, at)
         models.append(model)
     return models
 
 
-def _check_ports(model: ModelSpec, others: list[ModelSpec], keys: dict[str, Value]) -> None:
+def _check_ports(model: ModelSpec, others: list[ModelSpec], at: Value) -> None:
     """Loaders of two models may meet at the same time."""
     for other in others:
         if shared := _ports(model) & _ports(other):
-            keys["rendezvous"].fail(
+            at["rendezvous"].fail(
                 f"port {min(shared)} belongs to a group of {other.name} too: choose another"
             )
 
@@ -157,100 +174,81 @@ def _ports(model: ModelSpec) -> set[int]:
     return {model.rendezvous.port_of(role) for role in roles}
 
 
-def _model(entry: Value, keys: dict[str, Value]) -> ModelSpec:
-    for required in ("name", "devices", "engine"):
-        if required not in keys:
-            entry.fail(f"the key {required} is missing")
-    engine = _engine(keys["engine"])
-    devices = _devices(keys["devices"], engine)
-    rendezvous = parse_rendezvous(keys["rendezvous"], engine) if "rendezvous" in keys else None
-    if rendezvous is not None and devices == [ALL]:
-        keys["rendezvous"].fail(
+def _model(entry: ModelEntry, at: Value) -> ModelSpec:
+    _check_engine(entry.engine, at["engine"])
+    devices = _devices(entry, at["devices"])
+    meeting = rendezvous.resolve(entry.rendezvous, at.get("rendezvous"), entry.engine)
+    if meeting is not None and devices == [ALL]:
+        at["rendezvous"].fail(
             f"devices: {ALL} gives each device a copy of its own, which has no peers: write solo"
         )
+    if entry.python is not None:
+        _check_python(entry.python, at["python"])
     return ModelSpec(
-        name=keys["name"].name(),
+        name=entry.name,
         devices=devices,
-        engine=engine,
-        python=_python(keys["python"]) if "python" in keys else None,
-        rendezvous=rendezvous,
-        identity=cast(Literal["full", "sampled"], keys["identity"].one_of(IDENTITY))
-        if "identity" in keys
-        else "full",
+        engine=entry.engine,
+        python=entry.python,
+        rendezvous=meeting,
+        identity=entry.identity,
     )
 
 
-def _devices(value: Value, engine: dict[str, Any]) -> list[str]:
-    needed, layout = layout_of(engine).local_ranks, needs(engine)
-    if value.kind == "str":
-        return _all_devices(value, value, needed, layout)
-    items = value.items()
-    if len(items) == 1 and items[0].node.value == ALL:
-        return _all_devices(value, items[0], needed, layout)
-    devices = _device_list(items)
+def _devices(entry: ModelEntry, at: Value) -> list[str]:
+    needed, layout = layout_of(entry.engine).local_ranks, needs(entry.engine)
+    if isinstance(entry.devices, str) and entry.devices != ALL:
+        at.fail(
+            f"expected a list of devices or {ALL}, got {at.described()}: write [{entry.devices}]"
+        )
+    if entry.devices in (ALL, [ALL]):
+        if needed != 1:
+            at.fail(f"{ALL} gives each device a copy of its own, {layout}: list them in rank order")
+        return [ALL]
+    devices = list(entry.devices)
+    for rank, device in enumerate(devices):
+        _check_device(devices, rank, device, at[rank])
     if len(devices) != needed:
-        value.fail(
+        at.fail(
             f"{len(devices)} devices are listed, {layout}; 'weightcachectl devices' prints their names"
         )
     return devices
 
 
-def _all_devices(value: Value, word: Value, needed: int, layout: str) -> list[str]:
-    if word.string() != ALL:
-        value.fail(
-            f"expected a list of devices or {ALL}, got {word.described()}: write [{word.string()}]"
+def _check_device(devices: list[str], rank: int, device: str, at: Value) -> None:
+    if device == ALL:
+        at.fail(f"{ALL} must stand alone")
+    try:
+        check_device(device)
+    except DeviceError as e:
+        at.fail(str(e))
+    first = devices.index(device)
+    if first < rank:
+        at.fail(f"{device} is used twice in this model, first as rank {first}")
+    if is_host_device(device) != is_host_device(devices[0]):
+        at.fail(
+            f"{device} and {devices[0]} are of different kinds: a model is on GPUs or in host memory"
         )
-    if needed != 1:
-        value.fail(f"{ALL} gives each device a copy of its own, {layout}: list them in rank order")
-    return [ALL]
 
 
-def _device_list(items: list[Value]) -> list[str]:
-    devices: list[str] = []
-    for item in items:
-        device = item.string()
-        if device == ALL:
-            item.fail(f"{ALL} must stand alone")
-        try:
-            check_device(device)
-        except DeviceError as e:
-            item.fail(str(e))
-        if device in devices:
-            item.fail(
-                f"{device} is used twice in this model, first as rank {devices.index(device)}"
-            )
-        if devices and is_host_device(device) != is_host_device(devices[0]):
-            item.fail(
-                f"{device} and {devices[0]} are of different kinds: a model is on GPUs or in host memory"
-            )
-        devices.append(device)
-    return devices
-
-
-def _engine(value: Value) -> dict[str, Any]:
-    keys = value.mapping()
-    for key, argument in keys.items():
-        _check_argument_name(key, argument)
-    if "model" not in keys:
-        value.fail(
-            "the key model is missing: expected a Hub id or the absolute path of a checkpoint"
-        )
-    _check_model(keys["model"], config_elsewhere="hf_config_path" in keys)
+def _check_engine(engine: dict[str, Any], at: Value) -> None:
+    for key in engine:
+        _check_argument_name(key, at[key])
+    if "model" not in engine:
+        at.fail("the key model is missing: expected a Hub id or the absolute path of a checkpoint")
+    _check_model(at["model"].convert(Text), at["model"])
     for key in LAYOUT_KEYS:
-        if key in keys:
-            keys[key].integer(1)
-    if "load_format" in keys and keys["load_format"].plain() in OWN_LOAD_FORMATS:
-        keys["load_format"].fail(
-            f"{keys['load_format'].described()} would attach to the cache that this entry fills: "
+        if key in engine:
+            at[key].convert(Size)
+    if engine.get("load_format") in OWN_LOAD_FORMATS:
+        at["load_format"].fail(
+            f"{at['load_format'].described()} would attach to the cache that this entry fills: "
             "remove it here and give it to 'vllm serve' instead"
         )
-    engine = cast(dict[str, Any], value.plain())
     try:
         layout_of(engine)
     except PlacementError as e:
-        keys.get(e.key, value).fail(f"{e}; then 'weightcachectl plan' shows every rank")
-    _check_draft(keys.get("speculative_config"))
-    return engine
+        at.get(e.key).fail(f"{e}; then 'weightcachectl plan' shows every rank")
+    _check_draft(engine.get("speculative_config"), at.get("speculative_config"))
 
 
 def _check_argument_name(key: str, argument: Value) -> None:
@@ -261,48 +259,65 @@ def _check_argument_name(key: str, argument: Value) -> None:
         argument.fail("no engine argument has such a name: expected one like tensor_parallel_size")
 
 
-def _check_draft(speculative: Value | None) -> None:
-    if speculative is None or speculative.kind != "map":
+def _check_draft(speculative: Any, at: Value) -> None:
+    if not isinstance(speculative, dict):
         return
-    keys = speculative.mapping()
-    load = keys["draft_load_config"].plain() if "draft_load_config" in keys else None
+    load = speculative.get("draft_load_config")
     if isinstance(load, dict) and load.get("load_format") in OWN_LOAD_FORMATS:
-        keys["draft_load_config"].fail(
+        at["draft_load_config"].fail(
             f"load_format {load['load_format']!r} would attach to the cache that this entry fills: remove it"
         )
-    draft = keys.get("model")
-    if draft is not None and draft.kind == "str":
-        _check_model(draft, config_elsewhere=False)
+    draft = speculative.get("model")
+    if isinstance(draft, str):
+        _check_model(draft, at["model"])
 
 
-def _check_model(value: Value, *, config_elsewhere: bool) -> None:
-    model = value.string()
+def _check_model(model: str, at: Value) -> None:
     if model.startswith(("~", ".")):
-        value.fail(
+        at.fail(
             f"expected a Hub id or an absolute path, got {model!r}: the daemon runs in another directory"
         )
+
+
+def check_checkpoint(engine: Mapping[str, Any]) -> None:
+    """Require that the directories that a model names are there.
+
+    Not a part of load_manifest(): a mount that is late is this model's fault alone. Raises
+    CheckpointMissingError.
+    """
+    _check_directory(engine["model"], config_elsewhere="hf_config_path" in engine)
+    speculative = engine.get("speculative_config")
+    if isinstance(speculative, dict) and isinstance(speculative.get("model"), str):
+        _check_directory(speculative["model"], config_elsewhere=False)
+
+
+def _check_directory(model: str, *, config_elsewhere: bool) -> None:
     if not model.startswith("/"):
         return
     if not Path(model).is_dir():
-        value.fail(
-            f"{model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}"
+        raise CheckpointMissingError(
+            f"model {model} {'is not a directory' if os.path.lexists(model) else 'does not exist'}: "
+            "mount or download it, or name another"
         )
     # params.json is how Mistral's own format spells it; vLLM reads both.
     if not config_elsewhere and not any(
         Path(model, name).is_file() for name in ("config.json", "params.json")
     ):
-        value.fail(f"{model} has no config.json: expected the directory of a checkpoint")
-
-
-def _python(value: Value) -> str:
-    path = value.string()
-    if not path.startswith("/"):
-        value.fail(f"expected the absolute path of an interpreter, got {path!r}")
-    if not Path(path).is_file() or not os.access(path, os.X_OK):
-        value.fail(
-            f"{path} is not an executable file: expected the interpreter that runs the engine"
+        raise CheckpointMissingError(
+            f"model {model} has no config.json: expected the directory of a checkpoint"
         )
-    return path
 
 
-__all__ = ["EngineSpec", "Manifest", "ManifestError", "ModelSpec", "load_manifest"]
+def _check_python(path: str, at: Value) -> None:
+    if not path.startswith("/"):
+        at.fail(f"expected the absolute path of an interpreter, got {path!r}")
+
+
+__all__ = [
+    "EngineSpec",
+    "Manifest",
+    "ManifestError",
+    "ModelSpec",
+    "check_checkpoint",
+    "load_manifest",
+]

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
+from msgspec import Meta
 
 from weightcached.config.drafts import has_cached_draft
 from weightcached.config.located_yaml import Value
 from weightcached.config.ranks import Layout, layout_of
 
 SOLO = "solo"
-KEYS = ("group", "draft_port", "timeout_s")
 DEFAULT_TIMEOUT_S = 300
 # The daemon ends a loader that says nothing for 600 s.
 MAX_TIMEOUT_S = 540
@@ -39,66 +39,74 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
         return self.draft_port if role == "draft" else self.port
 
 
-def parse(value: Value, engine: Mapping[str, Any]) -> Rendezvous | None:
-    """`solo` is None. Raises ManifestError for an address where the ranks could not meet."""
-    if value.kind != "map":
-        if value.one_of((SOLO, "group")) == SOLO:
-            return None
+class GroupEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`rendezvous: {group: HOST:PORT, …}` in the manifest."""
+
+    group: Annotated[
+        str, Meta(min_length=1, description="HOST:PORT, an address of the node with rank 0")
+    ]
+    draft_port: int | None = None
+    timeout_s: Annotated[int, Meta(ge=1)] = DEFAULT_TIMEOUT_S
+
+
+Entry = Literal["solo", "group"] | GroupEntry
+
+
+def resolve(entry: Entry, value: Value, engine: Mapping[str, Any]) -> Rendezvous | None:
+    """`solo` is None. Raises ManifestError for an address at which the ranks could not meet."""
+    if entry == SOLO:
+        return None
+    if not isinstance(entry, GroupEntry):
         value.fail(
             "a group needs a place to meet: write {group: HOST:PORT}, an address of the node with rank 0"
         )
-    keys = value.mapping(KEYS)
-    if "group" not in keys:
-        value.fail(
-            "the key group is missing: expected HOST:PORT, an address of the node with rank 0"
+    host, port = _host_and_port(value["group"], entry.group)
+    draft_port = port + 1
+    if entry.draft_port is not None:
+        draft_port = _check_port(value["draft_port"], entry.draft_port)
+    if entry.timeout_s > MAX_TIMEOUT_S:
+        value["timeout_s"].fail(
+            f"expected at most {MAX_TIMEOUT_S}, got {entry.timeout_s}: a longer wait looks like a hang"
         )
-    host, port = _place(keys["group"])
-    draft_port = _port(keys["draft_port"]) if "draft_port" in keys else port + 1
-    timeout_s = keys["timeout_s"].integer(1) if "timeout_s" in keys else DEFAULT_TIMEOUT_S
-    if timeout_s > MAX_TIMEOUT_S:
-        keys["timeout_s"].fail(
-            f"expected at most {MAX_TIMEOUT_S}, got {timeout_s}: a longer wait looks like a hang"
-        )
-    found = Rendezvous(host=host, port=port, draft_port=draft_port, timeout_s=timeout_s)
-    _check(found, engine, keys)
+    found = Rendezvous(host=host, port=port, draft_port=draft_port, timeout_s=entry.timeout_s)
+    _check(found, engine, value)
     return found
 
 
-def _place(value: Value) -> tuple[str, int]:
-    host, colon, port = value.string().rpartition(":")
+def _host_and_port(value: Value, text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
     if not (colon and host and port.isdecimal()):
         value.fail(f"expected HOST:PORT, got {value.described()}")
-    if int(port) not in _PORTS:
-        value.fail(f"expected a port of {_PORTS.start} to {_PORTS.stop - 1}, got {port}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host.removeprefix("[").removesuffix("]"), _check_port(value, int(port))
 
 
-def _port(value: Value) -> int:
-    port = value.integer(_PORTS.start)
+def _check_port(value: Value, port: int) -> int:
     if port not in _PORTS:
         value.fail(f"expected a port of {_PORTS.start} to {_PORTS.stop - 1}, got {port}")
     return port
 
 
-def _check(found: Rendezvous, engine: Mapping[str, Any], keys: Mapping[str, Value]) -> None:
+def _check(found: Rendezvous, engine: Mapping[str, Any], value: Value) -> None:
     layout = layout_of(engine)
     ports = {"group": found.port}
     if has_cached_draft(engine):
         ports["draft_port"] = found.draft_port
         if found.draft_port == found.port:
-            keys["draft_port"].fail(
+            value.get("draft_port").fail(
                 f"{found.port} is the target's port too: both groups may meet at once"
             )
         if layout.pp_size > 1:
-            keys["group"].fail(
+            value["group"].fail(
                 "only the last pipeline stage has the draft, so it cannot form a group: write rendezvous: solo"
             )
     for key, port in ports.items():
         for argument in _engine_ports(engine, layout):
             if (engine.get(argument) or _ENGINE_PORTS[argument]) == port:
-                _refuse_port(keys.get(key, keys["group"]), port, argument)
+                _refuse_port(
+                    value[key] if key in value.mapping() else value["group"], port, argument
+                )
     if several_nodes(layout) and is_loopback(found.host):
-        keys["group"].fail(
+        value["group"].fail(
             f"{found.host} is a loopback address, and the ranks are on several nodes: write an "
             "address of the node with rank 0"
         )

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.wire.messages import CacheState, CacheStatus, Role
+from weightcached.wire.messages import CacheState, CacheStatus, LoadMessage, Role, Source
 
-Source = Literal["loaded", "adopted"]
-
+_M = TypeVar("_M", bound=LoadMessage)
 # The allowed transitions. A ready cache stays ready while its next generation loads, and if that
 # fails.
 TRANSITIONS: dict[CacheState, frozenset[CacheState]] = {
@@ -36,7 +36,7 @@ DROPPED = "dropped: 'weightcachectl reload' brings it back"
 class Generation:
     """One complete load: its descriptors, and as much of its index as the daemon needs.
 
-    Immutable but for `full_digest`, which is filled in when somebody first asks. The index itself
+    Immutable but for `full_digest`, which is filled in when a child has made it. The index itself
     stays in its memfd: that of a large model would be most of this process's memory.
     """
 
@@ -52,6 +52,8 @@ class Generation:
         self.role: Role = index.role
         self.number = index.generation
         self.key = index.key
+        self.versions = index.versions
+        self.environment = index.environment
         self.spec_digest = index.spec_digest
         self.segment_nbytes = [segment.nbytes for segment in index.segments]
         self.tensors = len(index.tensors)
@@ -60,6 +62,8 @@ class Generation:
         self.index_digest = index_digest
         self.source: Source = source
         self.full_digest = index.key.checkpoint.full
+        # Why the descriptor store does not have it, or "".
+        self.not_stored = ""
         self._fds = [index_fd, *segment_fds]
         self._handouts = 0
         self._retired = False
@@ -67,6 +71,11 @@ class Generation:
     @property
     def nbytes(self) -> int:
         return sum(self.segment_nbytes)
+
+    @property
+    def checkpoint(self) -> CheckpointIdentity:
+        """The record of the loaded files, with the full digest if it has been made since."""
+        return msgspec.structs.replace(self.key.checkpoint, full=self.full_digest)
 
     @property
     def fds(self) -> list[OwnedFd]:
@@ -111,6 +120,16 @@ class LoadProgress:
             self._phase_began = time.monotonic()
         self.phase, self.done_bytes, self.total_bytes = phase, done_bytes, total_bytes
         return True
+
+    def message(self, kind: type[_M], cache: str) -> _M:
+        """The load's progress, as a message about `cache`."""
+        return kind(
+            cache=cache,
+            phase=self.phase,
+            done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes,
+            eta_s=self.eta_s,
+        )
 
     @property
     def eta_s(self) -> float | None:
@@ -166,6 +185,13 @@ class Cache:
             self.last_key = self.load.key if self.load else self.last_key
         self.load, self.error = None, error
 
+    def end_load(self) -> None:
+        """A load for the sake of others is over, or came to nothing: all stays as it was."""
+        self.load = None
+        if self.state == "loading":
+            # Released meanwhile, when a load seemed to be coming.
+            self.state = "released"
+
     def release(self) -> Generation:
         """Stop serving the generation, which the caller retires. The next may be loading."""
         generation = self.generation
@@ -176,9 +202,7 @@ class Cache:
         return generation
 
     def drop(self) -> Generation | None:
-        """Serve nothing until a reload asks for it. Returns the generation for the caller to
-        retire.
-        """
+        """Serve nothing until a reload. Returns the generation for the caller to retire."""
         self._move("released")
         generation, self.generation = self.generation, None
         self.error = DROPPED
@@ -209,6 +233,7 @@ class Cache:
             engines=leases.engines(self.name),
             eta_s=load.eta_s if load else None,
             retry_at=retry_at,
+            warning=generation.not_stored if generation else "",
         )
 
 
@@ -250,13 +275,11 @@ class Caches:
         cache.state, cache.error = "released", aside.error
 
     def aside(self) -> dict[str, Aside]:
-        """What is to stay unloaded until a reload asks for it, also across a restart."""
+        """Caches that stay unloaded until a reload asks for them, also across a restart."""
         return {x.name: Aside(x.role, x.error) for x in self if x.state == "released"}
 
     def remove(self, name: str) -> Generation | None:
-        """Forget a cache, if it is known. Returns the generation it served, for the caller to
-        retire.
-        """
+        """Forget a cache, if known. Returns its generation for the caller to retire."""
         cache = self._caches.pop(name, None)
         self.changed.fire()
         return cache.generation if cache else None

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Self
 
 import msgspec
@@ -22,9 +22,9 @@ from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.daemon.logs import printable
 from weightcached.errors import CheckpointError
 from weightcached.system.fds import OwnedFd, sealed_memfd
-from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import is_host_device
-from weightcached.system.waits import readable
+from weightcached.system.process import environment_for
+from weightcached.system.waits import end_tasks, readable
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _DRAIN_TIMEOUT_S = 2.0
 _READ_BYTES = 64 * 1024
 _LINE_BYTES = 4096
+# How often we look whether a digest gets further.
+_LOOK_PERIOD_S = 5.0
 # A digest's answer is a few hundred bytes for each file of the checkpoint.
 _CAPTURE_BYTES = 8 * 1024 * 1024
 
@@ -107,9 +109,7 @@ class Child:
         self._kill_session()
         status = self._process.wait()
         await asyncio.wait(self._pumps, timeout=_DRAIN_TIMEOUT_S)
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await end_tasks(*self._pumps)
         return status
 
     def _kill_session(self) -> None:
@@ -153,7 +153,9 @@ class Child:
                 self.last_error_line = line
 
 
-async def make_full_digest(identity: CheckpointIdentity) -> str:
+async def make_full_digest(
+    identity: CheckpointIdentity, on_progress: Callable[[], None] = lambda: None
+) -> str:
     """The full digest of a checkpoint, by a child of lowest priority. Raises CheckpointError."""
     command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
     try:
@@ -163,9 +165,13 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
             f"the digest of {identity.root} cannot be started: {e.strerror}"
         ) from e
     async with child:
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, child.pid, 19)
-        status = await asyncio.shield(child.exit)
+        read = 0
+        while not child.exit.done():
+            await asyncio.wait({child.exit}, timeout=_LOOK_PERIOD_S)
+            if (now := _bytes_read(child.pid)) > read:
+                read = now
+                on_progress()
+        status = child.exit.result()
     if status != 0:
         reason = child.last_error_line or "it printed no reason"
         raise CheckpointError(f"the digest of {identity.root} ended with status {status}: {reason}")
@@ -173,6 +179,12 @@ async def make_full_digest(identity: CheckpointIdentity) -> str:
         return msgspec.json.decode(bytes(child.output or b""), type=CheckpointIdentity).full
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise CheckpointError(f"the digest of {identity.root} came back malformed: {e}") from e
+
+
+def _bytes_read(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/io", encoding="ascii") as f:
+        return int(f.readline().split()[1])
+    return 0
 
 
 def _members(session: int) -> set[int]:
@@ -199,18 +211,11 @@ def _kill_member(pid: int, session: int) -> None:
 
 
 def environment_of(program: str, device: str | None = None) -> dict[str, str]:
-    """The environment of a child: the daemon's, with the interpreter's directory first in PATH.
+    """The environment of a child. With `device`, the child sees no other device.
 
-    Without ninja, vLLM does not use FlashInfer's kernels. ninja is usually installed beside the
-    interpreter, in a directory that a service manager does not search. With `device`, the child
-    sees no other device.
+    The working directory may have a directory named vllm: PYTHONSAFEPATH keeps the child, and its
+    own children, from importing that. -P would not reach its children.
     """
-    environment = {
-        name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS
-    }
-    directory, searched = os.path.dirname(program), environment.get("PATH", os.defpath)
-    if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
-        environment["PATH"] = f"{directory}{os.pathsep}{searched}"
-    if device is not None and not is_host_device(device):
-        environment["CUDA_VISIBLE_DEVICES"] = device
-    return environment
+    visible = device is not None and not is_host_device(device)
+    own = {"CUDA_VISIBLE_DEVICES": device} if visible and device else {}
+    return environment_for(program, {"PYTHONSAFEPATH": "1"} | own)

@@ -23,10 +23,11 @@ from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
 from weightcached.errors import IndexFormatError, LoadError, ProtocolError
 from weightcached.index.key import WeightCacheKey
-from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
-from weightcached.system.fds import OwnedFd, close_all, is_sealed, read_sealed
+from weightcached.index.tensors import TensorIndex, read_index
+from weightcached.system.fds import OwnedFd, close_all, is_sealed
 from weightcached.system.paths import is_host_device
 from weightcached.system.process import signal_name
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet
 from weightcached.wire.loader_job import YOUR_TURN, LoaderJob, Meeting, encode_job
 from weightcached.wire.messages import (
@@ -37,6 +38,7 @@ from weightcached.wire.messages import (
     LoaderMessage,
     LoaderProgress,
     Role,
+    Source,
     decode_loader,
 )
 
@@ -64,6 +66,7 @@ class Delivery:
     index_digest: str
     index_fd: OwnedFd
     segment_fds: list[OwnedFd]
+    source: Source = "loaded"
 
 
 class LoadRequest(NamedTuple):
@@ -194,8 +197,7 @@ class LoaderRun:
         try:
             yield
         finally:
-            giver.cancel()
-            await asyncio.gather(giver, return_exceptions=True)
+            await end_tasks(giver)
 
     async def _receive(self, ours: socket.socket, child: Child) -> None:
         """Take messages until the delivery is complete or the child has hung up."""
@@ -223,9 +225,7 @@ class LoaderRun:
                         if self._has_to_wait
                         else self._deadline_s - loop.time()
                     )
-                    await asyncio.wait(
-                        {listener, child.exit}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-                    )
+                    await first_of(listener, child.exit, timeout_s=left_s)
                     if listener.done():
                         return listener.result()
                     if (
@@ -235,8 +235,7 @@ class LoaderRun:
                     ):
                         raise self._stall_error()
             finally:
-                listener.cancel()
-                await asyncio.gather(listener, return_exceptions=True)
+                await end_tasks(listener)
         # All that it had to say is in the queue by now.
         try:
             return recv_packet(ours, max_fds=MAX_PACKET_FDS)
@@ -362,9 +361,8 @@ class LoaderRun:
         if self._index is None:
             raise AssertionError("an incomplete delivery is never checked")
         try:
-            data = read_sealed(self._index.fileno(), max_nbytes=MAX_INDEX_BYTES)
-            index = decode(data)
-        except (ValueError, IndexFormatError) as e:
+            index, digest = read_index(self._index)
+        except IndexFormatError as e:
             raise self._protocol_error(str(e)) from e
         for field in ("device", "cache", "role", "generation", "spec_digest", "boot_id"):
             asked, got = getattr(self._request, field), getattr(index, field)
@@ -385,7 +383,7 @@ class LoaderRun:
                 fault = host_segment_fault(fd.fileno(), segment.nbytes)
                 if fault:
                     raise self._protocol_error(f"segment {number} {fault}")
-        return Delivery(index, digest_of(data), self._index, self._segments)
+        return Delivery(index, digest, self._index, self._segments)
 
 
 def host_segment_fault(fd: int, nbytes: int) -> str:

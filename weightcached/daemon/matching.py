@@ -1,8 +1,8 @@
 """Which cache fits a key: the daemon's side of "never the wrong weights".
 
 All fields of the key but the checkpoint compare by equality; the checkpoint goes through
-identity.decide(). When that needs the daemon's own full digest, a child makes it, once per
-generation, and only from files that are unchanged.
+identity.decide(). A child makes each generation's own full digest, soon after its load and only
+from files that are unchanged.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple
 
-import msgspec
-
 from weightcached.checkpoint.identity import (
     CheckpointIdentity,
     Different,
@@ -21,10 +19,12 @@ from weightcached.checkpoint.identity import (
     Need,
     changed_files,
     decide,
+    names_to_compare,
 )
 from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.errors import CheckpointError, WeightcachedError
 from weightcached.index.key import WeightCacheKey
+from weightcached.system.waits import end_tasks
 from weightcached.wire.messages import (
     Absent,
     Failed,
@@ -64,6 +64,7 @@ class Matcher:
         self._device = device
         self._digest_child = digest_child
         self._digests: dict[Generation, asyncio.Task[str]] = {}
+        self._one_at_a_time = asyncio.Lock()
         self.digest_failures = 0
 
     async def match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
@@ -111,9 +112,7 @@ class Matcher:
     async def close(self) -> None:
         tasks = list(self._digests.values())
         self._digests.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
     def _offers(self, key: WeightCacheKey) -> list[_Offer]:
         caches = [cache for cache in self._caches if cache.role == key.role]
@@ -125,29 +124,45 @@ class Matcher:
     async def _settle(
         self, undecided: _Undecided, asked: WeightCacheKey, *, sampled: bool
     ) -> Answer:
-        """Undecided so far: have the missing digest made, by the engine or by us."""
+        """Undecided so far: have the missing digest made, by us or by the engine."""
         offer, need = undecided
         if not isinstance(offer.what, Generation) or offer.key is None:
             # A load is compared completely once it is served; a failed or released cache never is.
             return _final(offer)
         generation = offer.what
-        if await asyncio.to_thread(changed_files, offer.key.checkpoint):
-            return _checkpoint_mismatch(offer.cache, offer.key, asked, CHANGED)
         if "cached" in need.sides and need.rung != "full":
             reason = f"it was loaded without its {need.rung} digest: weightcachectl reload"
             return _checkpoint_mismatch(offer.cache, offer.key, asked, reason)
-        task = self._full_digest(generation) if "cached" in need.sides else None
-        if "asked" in need.sides:
-            return NeedDigest(
-                rung=need.rung, files=[f.name for f in asked.checkpoint.files if len(f.name) <= 300]
-            )
-        if task is not None and task.done():
+        if "cached" in need.sides:
+            # Ours first: the engine's would be made in vain if there were none.
+            task = self._full_digest(generation)
+            if not task.done():
+                return Loading(cache=offer.cache.name, phase="digest")
             self.forget(generation)
             if task.result():
                 return _digest_failure(offer.cache, offer.key, asked, task.result())
-            # Made while we looked at the files: now it can be decided.
             return await self.match(asked, sampled=sampled)
-        return Loading(cache=offer.cache.name, phase="digest")
+        names = names_to_compare(offer.key.checkpoint, asked.checkpoint)
+        return NeedDigest(rung=need.rung, files=names)
+
+    def make_digests(self) -> None:
+        """Make the missing full digests of served generations, one after the other.
+
+        Before anybody asks: once a file has another status, nobody can tell its old content.
+        """
+        for cache in self._caches:
+            generation = cache.generation
+            if generation and not generation.full_digest and cache.identity == "full":
+                self._full_digest(generation)
+
+    async def full_digest(self, generation: Generation) -> str:
+        """The generation's full digest, made if need be. Raises CheckpointError."""
+        if not generation.full_digest:
+            error = await asyncio.shield(self._full_digest(generation))
+            self.forget(generation)
+            if error:
+                raise CheckpointError(error)
+        return generation.full_digest
 
     def _full_digest(self, generation: Generation) -> asyncio.Task[str]:
         if generation not in self._digests:
@@ -157,12 +172,20 @@ class Matcher:
     async def _make_digest(self, generation: Generation) -> str:
         """Fill in the generation's full digest. Returns the error, or ""."""
         identity = generation.key.checkpoint
-        log.info("digest begins cache=%s generation=%d", generation.cache, generation.number)
         try:
-            digest = await self._digest_child(identity)
-            if await asyncio.to_thread(changed_files, identity):
-                raise CheckpointError(CHANGED)
+            async with self._one_at_a_time:
+                log.info(
+                    "digest begins cache=%s generation=%d", generation.cache, generation.number
+                )
+                generation.full_digest = await self._digest_child(identity)
         except WeightcachedError as e:
+            if await asyncio.to_thread(changed_files, identity):
+                log.warning(
+                    "no digest, the checkpoint has changed since it was loaded cache=%s generation=%d",
+                    generation.cache,
+                    generation.number,
+                )
+                return CHANGED
             self.digest_failures += 1
             log.error(
                 "digest failed cache=%s generation=%d error=%s",
@@ -172,7 +195,6 @@ class Matcher:
             )
             return str(e)
         else:
-            generation.full_digest = digest
             log.info("digest made cache=%s generation=%d", generation.cache, generation.number)
             return ""
         finally:
@@ -180,10 +202,8 @@ class Matcher:
 
 
 def _identity(offer: _Offer, cached: WeightCacheKey) -> CheckpointIdentity:
-    """Our side of the comparison, with the full digest if it has been made since the load."""
-    ours = cached.checkpoint
-    full = offer.what.full_digest if isinstance(offer.what, Generation) else ours.full
-    return msgspec.structs.replace(ours, full=full)
+    """Our side of the comparison."""
+    return offer.what.checkpoint if isinstance(offer.what, Generation) else cached.checkpoint
 
 
 def _final(offer: _Offer) -> Answer:
@@ -202,13 +222,7 @@ def _final(offer: _Offer) -> Answer:
 
 def loading(cache: Cache, load: LoadProgress) -> Loading:
     """The Loading message for a load under way."""
-    return Loading(
-        cache=cache.name,
-        phase=load.phase,
-        done_bytes=load.done_bytes,
-        total_bytes=load.total_bytes,
-        eta_s=load.eta_s,
-    )
+    return load.message(Loading, cache.name)
 
 
 def _without_match(unknown: list[_Offer], nearest: list[Mismatch]) -> Answer:

@@ -68,6 +68,10 @@ class Notifier:
                 f"EXTEND_TIMEOUT_USEC={self._extend_usec}\n{status_line('loading ' + describe(cache.name, load))}"
             )
 
+    def digesting(self) -> None:
+        """A digest has got further, for which a start or a reload may wait."""
+        self._hasty.notify(f"EXTEND_TIMEOUT_USEC={self._extend_usec}")
+
     def close(self) -> None:
         for notifier in (self._waiting, self._hasty):
             if notifier.socket is not None:

@@ -23,7 +23,7 @@ from weightcached.daemon.fairness import CLOSE_UNITS, GREETING_UNITS, Queues, Ti
 from weightcached.daemon.peers import Peer, PeerRefusedError, identify
 from weightcached.daemon.session import Session
 from weightcached.errors import ProtocolError
-from weightcached.system.waits import readable
+from weightcached.system.waits import end_tasks, first_of, readable
 from weightcached.wire.framing import send_packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -91,14 +91,11 @@ class Server:
 
     async def stop_accepting(self) -> None:
         if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
+            await end_tasks(self._accepting)
         self._listener.close()
 
     async def close_connections(self) -> None:
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await end_tasks(*self._connections)
 
     async def _accept(self) -> None:
         at_once = 0
@@ -119,7 +116,7 @@ class Server:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
             else:
                 if len(self._closing) >= _MAX_CLOSING:
-                    await asyncio.wait(self._closing, return_when=asyncio.FIRST_COMPLETED)
+                    await first_of(*self._closing)
                 await self._welcome(sock)
                 at_once = (at_once + 1) % _ACCEPT_AT_ONCE
                 if at_once == 0:
@@ -215,18 +212,14 @@ class Server:
 
     async def _run_session(self, peer: Peer, session: Session, ticket: Ticket) -> None:
         talk = asyncio.create_task(session.run())
-        death = asyncio.create_task(readable(peer.pidfd.fileno())) if peer.pidfd else None
-        tasks = [talk, *([death] if death else [])]
         try:
             # The peer's death shows in its pidfd even while other processes hold its socket open.
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(talk, *([readable(peer.pidfd.fileno())] if peer.pidfd else []))
             # Hundreds may end at once, with their process.
             await ticket.turn(CLOSE_UNITS)
             _log_end(peer, talk)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(talk)
 
 
 def _log_end(peer: Peer, session: asyncio.Task[None]) -> None:

@@ -26,6 +26,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.errors import ProtocolError
 from weightcached.index.key import WeightCacheKey
+from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -96,7 +97,7 @@ class Service(Protocol):
     def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]: ...
 
     def reload(
-        self, *, force: bool, only: list[str]
+        self, *, force: bool, only: list[str], along: bool = False
     ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
 
 
@@ -142,7 +143,7 @@ class Session:
                 self._service.leases.end(lease)
             if self._hold is not None:
                 self._service.holds.end(self._hold)
-            await _cancel(*self._asking)
+            await end_tasks(*self._asking)
 
     async def _hello(self) -> bool:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -181,14 +182,14 @@ class Session:
             listener = asyncio.create_task(self._recv())
             answer = asyncio.create_task(self._answer(request))
             try:
-                await asyncio.wait({listener, answer}, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(listener, answer)
                 if listener.done():
                     # Raises when the peer left.
                     listener.result()
                 await answer
                 request = decode_request((await self._within_idle_limit(listener)).data)
             finally:
-                await _cancel(listener, answer)
+                await end_tasks(listener, answer)
 
     async def _recv(self) -> Packet:
         """The next packet. Until it is this peer's turn, it stays in the socket."""
@@ -373,14 +374,14 @@ class Session:
 
     async def _reload(self, request: Reload) -> None:
         """The reload is the daemon's, not this session's: it goes on if the tool leaves."""
-        task = self._service.reload(force=request.force, only=request.caches)
+        task = self._service.reload(force=request.force, only=request.caches, along=request.along)
         if isinstance(task, Refused):
             await self._send(task)
             return
         while not task.done():
             for cache in self._service.caches:
                 if cache.load is not None:
-                    await self._send(_progress(cache))
+                    await self._send(cache.load.message(Progress, cache.name))
             await asyncio.wait({task}, timeout=PROGRESS_S)
         result = task.result()
         await self._send(ReloadReply(outcomes=result) if isinstance(result, list) else result)
@@ -402,7 +403,7 @@ class Session:
         elif (
             not request.force
             and cache.generation is not None
-            # Those on an older generation keep what they map, whatever becomes of this one.
+            # Engines on an older generation keep it in any case.
             and (awake := service.leases.awake(cache.generation))
         ):
             pids = ", ".join(str(lease.pid) for lease in awake)
@@ -450,22 +451,3 @@ def _ready(generation: Generation, *, descriptors: int = 0) -> Ready:
         index_digest=generation.index_digest,
         descriptors=descriptors,
     )
-
-
-def _progress(cache: Cache) -> Progress:
-    load = cache.load
-    if load is None:
-        raise AssertionError(f"cache {cache.name} is not being loaded")
-    return Progress(
-        cache=cache.name,
-        phase=load.phase,
-        done_bytes=load.done_bytes,
-        total_bytes=load.total_bytes,
-        eta_s=load.eta_s,
-    )
-
-
-async def _cancel(*tasks: asyncio.Task[Packet] | asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

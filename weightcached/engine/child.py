@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from weightcached.engine import control
-from weightcached.engine.control import EngineError
+from weightcached.errors import EngineError
 
 PUBLIC_FD = 3
 CONTROL_FD = 4
@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine is started with. `directory` is its own, in the service's; `listen` is the
     public address as the manifest has it. `parked`: another engine serves, so start without the
     memory of a KV cache where that can be done. kv_cache_bytes: what an equal engine measured, 0
-    if unknown.
+    if unknown. `remembered` are facts of the last first start with the same arguments.
     """
 
     service: str
@@ -50,7 +50,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     parked: bool = False
     kv_cache_bytes: int = 0
-    forked: bool = False
+    devices: list[str] = []
+    remembered: dict[str, Any] = {}
 
     @property
     def fence(self) -> Path:
@@ -109,6 +110,9 @@ class Module(Protocol):
 
     def prepare(self) -> str:
         """Import what engines need. Returns why engines cannot be forked after that, or ""."""
+
+    def try_in_fork(self) -> None:
+        """Do what would hang in a forked process, if anything does."""
 
     def run(self, main: Any) -> None:
         """Run the coroutine to its end on the event loop that the engine wants."""

@@ -1,7 +1,6 @@
-"""Questions between a supervisor and its engines, and between weightcachectl and a supervisor.
+"""Questions between a supervisor and its engines, asked and answered on the event loop.
 
-One request is one packet on a SOCK_SEQPACKET socket, JSON, and so is its reply; replies carry the
-request's number and may come in any order. Every call has a deadline: who does not answer hangs.
+Replies may come in any order, and every question has a deadline: who does not answer hangs.
 """
 
 from __future__ import annotations
@@ -16,39 +15,14 @@ from typing import Any
 
 import msgspec
 
-from weightcached.errors import ProtocolError, WeightcachedError
+from weightcached.errors import EngineError, ProtocolError, WeightcachedError
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.waits import readable
 from weightcached.wire.framing import recv_packet, send_packet
+from weightcached.wire.services import Reply, Request
 
 _BACKLOG = 16
 _MAX_FDS = 1
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """`command` and what it needs; `number` comes back with the reply."""
-
-    number: int
-    command: str
-    arguments: dict[str, Any] = {}
-
-
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """`error` is empty where it was done."""
-
-    number: int
-    error: str = ""
-    result: dict[str, Any] = {}
-
-
-class EngineError(WeightcachedError):
-    """An engine could not do what it was told, or does not answer. The text is for people."""
-
-    code = "engine"
-
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
-        super().__init__(message)
-        self.timed_out = timed_out
 
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[dict[str, Any], int | None]]]
@@ -215,23 +189,3 @@ class Link:
     def close(self) -> None:
         """Ask no more. The reader closes the socket, after it has stopped waiting on it."""
         self._reader.cancel()
-
-
-def ask_once(
-    path: Path, command: str, *, timeout_s: float, arguments: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The result of one question, for a program without an event loop. Raises EngineError."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(os.fspath(path))
-            request = Request(number=1, command=command, arguments=arguments or {})
-            send_packet(sock, msgspec.json.encode(request))
-            reply = msgspec.json.decode(recv_packet(sock, max_fds=0).data, type=Reply)
-        except TimeoutError as e:
-            raise EngineError(f"no answer on {path} within {timeout_s:g} s") from e
-        except (OSError, EOFError, ProtocolError, msgspec.MsgspecError) as e:
-            raise EngineError(f"no answer on {path}: {e}") from e
-    if reply.error:
-        raise EngineError(reply.error)
-    return reply.result

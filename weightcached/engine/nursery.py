@@ -3,8 +3,9 @@
     python -m weightcached.engine.nursery MODULE     a SOCK_SEQPACKET socket to the supervisor as descriptor 3
 
 The first packet that it sends says whether it can fork. A fork copies neither threads nor a CUDA
-context, so there must be none of them; that is looked at before each fork, not believed. It ends
-with the supervisor's end of the socket.
+context, so there must be none that an engine would wait for. That is not believed: before each fork
+threads and CUDA are looked at, and once a fork is tried. It ends with the supervisor's end of the
+socket.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import contextlib
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from typing import NoReturn, cast
 
@@ -27,6 +30,7 @@ from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.framing import recv_packet, send_packet
 
 SOCKET_FD = 3
+_TRIAL_TIMEOUT_S = 20
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +42,37 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def why_not_now() -> str:
     """Why this process must not be forked; "" where it may be."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"{threads} threads run after the imports"
+    # Threads of libraries (OpenBLAS has some from its import on) have fork handlers, or are found by
+    # the trial.
+    threads = [thread.name for thread in threading.enumerate()]
+    if len(threads) > 1:
+        return f"threads run after the imports: {', '.join(threads[1:])}"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is initialized after the imports"
     return ""
+
+
+def _trial(module: Module) -> str:
+    """Why a fork would hang or crash; "" where one has done what engines do."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            module.try_in_fork()
+            status = 0
+        finally:
+            os._exit(status)
+    with OwnedFd(os.pidfd_open(pid)) as pidfd:
+        poll = select.poll()
+        poll.register(pidfd.fileno(), select.POLLIN)
+        ended = bool(poll.poll(_TRIAL_TIMEOUT_S * 1000))
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if not ended:
+        return f"a fork that was tried hung for {_TRIAL_TIMEOUT_S} s"
+    return f"a fork that was tried ended with status {status}" if status else ""
 
 
 def _reap(*_: object) -> None:
@@ -55,7 +83,7 @@ def _reap(*_: object) -> None:
 
 def serve(sock: socket.socket, module: Module) -> None:
     """Fork an engine for every job that comes, until the supervisor is gone."""
-    refusal = module.prepare() or why_not_now()
+    refusal = module.prepare() or why_not_now() or _trial(module)
     send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
     if refusal:
         return

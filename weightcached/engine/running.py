@@ -22,8 +22,9 @@ import msgspec
 
 from weightcached.engine import tree
 from weightcached.engine.child import Activity, Job
-from weightcached.engine.control import EngineError, Link
+from weightcached.engine.control import Link
 from weightcached.engine.tree import Tree, stat_of
+from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Running:
         self._fence = fence
         self._on_death = on_death
         self._watched: dict[int, OwnedFd] = {}
+        self._seen: set[int] = set()
         self._link: Link | None = None
         self._ending = False
         self.watch()
@@ -87,12 +89,18 @@ class Running:
         return self.record.number
 
     def watch(self) -> None:
-        """Hear of the end of every process that the engine cannot do without."""
+        """Hear of the end of every process that the engine cannot do without.
+
+        One counts from the second look on: for a moment after its fork every program that the
+        engine runs has the fence, and its end means nothing.
+        """
         if self._ending:
             # Who ends the tree waits on its descriptors.
             return
         self.tree.refresh()
-        wanted = self.tree.essential(self._fence)
+        essential = self.tree.essential(self._fence)
+        wanted = {pid: fd for pid, fd in essential.items() if pid in self._seen}
+        self._seen = set(essential)
         if self.tree.head in self.tree.members:
             wanted[self.tree.head] = self.tree.members[self.tree.head]
         loop = asyncio.get_running_loop()

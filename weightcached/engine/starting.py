@@ -25,19 +25,6 @@ log = logging.getLogger(__name__)
 # Imports of vLLM from a cold disk, on a machine that is busy.
 _IMPORT_TIMEOUT_S = 300.0
 _FORK_TIMEOUT_S = 30.0
-# What the manager gave to the supervisor alone.
-_NOT_FOR_CHILDREN = (
-    "NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID",
-)  # fmt: skip
-
-
-def environment_of(python: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an engine: this one, with the interpreter's own directory in its path."""
-    environment = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_CHILDREN}
-    directory, searched = os.path.dirname(python), environment.get("PATH", os.defpath)
-    if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
-        environment["PATH"] = f"{directory}{os.pathsep}{searched}"
-    return {**environment, **extra}
 
 
 def start_process(

@@ -79,10 +79,14 @@ class Service:
     def started(self, version: int, *, number: int = 0) -> Engine:
         """A new engine exists. `number` is given for one that was taken back."""
         number = number or self._last_number + 1
-        self._last_number = max(self._last_number, number)
+        self.skip_to(number)
         self._last_version = max(self._last_version, version)
         self.engines[number] = engine = Engine(number, version)
         return engine
+
+    def skip_to(self, number: int) -> None:
+        """Numbers up to this one have been used."""
+        self._last_number = max(self._last_number, number)
 
     def ready(self, number: int) -> None:
         """The engine is up, and parked."""
@@ -216,7 +220,8 @@ class Service:
             and any(e.version == self.version and e.phase is Phase.PARKED for e in idle)
         )
         if not settled:
-            return []
+            # A standby of an old version that is not up yet holds up the new version's start.
+            return [e for e in idle if e.phase is Phase.STARTING and e.version != self.version]
         wanted = [e for e in idle if e.version == self.version]
         # What is up stays before what is not.
         wanted.sort(key=lambda e: (e.phase is Phase.PARKED, -e.number))

@@ -28,24 +28,27 @@ from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.engine import control, endpoint, manager, running
 from weightcached.engine.child import Job
-from weightcached.engine.control import EngineError
 from weightcached.engine.plan import Plan, make_plan
 from weightcached.engine.running import Record, Running
 from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
 from weightcached.engine.tree import TreeError, become_subreaper
+from weightcached.engine.turns import Turns
 from weightcached.errors import (
     EXIT_BUSY,
     EXIT_FAILURE,
+    EngineError,
     RuntimePathError,
     WeightcachedError,
 )
+from weightcached.system.notify import inherited, watchdog_period_s
 from weightcached.system.paths import (
     SOCKET_PATH_MAX_BYTES,
     create_runtime_dir,
     manifest_path,
     runtime_dir,
 )
+from weightcached.system.waits import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,10 @@ START_TIMEOUT_S = 3600.0
 PROMOTE_TIMEOUT_S = 60.0
 FENCE_TIMEOUT_S = 30.0
 SLEEP_TIMEOUT_S = 60.0
+# Another service's requests end within its own drain_s, which only it knows.
+LONGEST_DRAIN_S = 3600.0
 PROBE_PERIOD_S = 1.0
+FIRST_PROBE_S = 0.2
 # Without an engine that ever served, so many failures end the supervisor: what mends it comes from
 # outside.
 MAX_FIRST_FAILURES = 3
@@ -141,14 +147,23 @@ class Supervisor:
         self.spec = spec
         self.service = Service(standby=spec.standby)
         self._options = options
-        self._directory = directory
-        self._fence = directory / "fence"
+        # As /proc names it.
+        self._directory = directory.resolve()
+        self._fence = self._directory / "fence"
         self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
+        self._turns = Turns(
+            spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
+        )
+        # Whether this service's share of its devices is its own until it sleeps.
+        self._has_share = False
         self._running: dict[int, Running] = {}
         self._manager = manager.Manager(os.environ.get("NOTIFY_SOCKET"))
         self._public: socket.socket
         self._nursery: Nursery | None = None
         self._nursery_told = False
+        self._forked: set[int] = set()
+        # The last engine that failed to start was a forked one: is it the fork?
+        self._distrusts_fork = False
         self._spawned: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
@@ -167,7 +182,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Returns the exit status. Raises ListenError where the public address is taken."""
-        stored = manager.stored(os.environ)
+        stored = dict(inherited(os.environ))
         await self._take_back()
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
         server = control.Server(control.listen(self._directory / "service.sock"), self._handle)
@@ -180,9 +195,7 @@ class Supervisor:
         finally:
             self._manager.tell("STOPPING=1")
             server.close()
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(*self._tasks)
             await self._end_all()
             with contextlib.suppress(OSError):
                 (self._directory / "service.sock").unlink()
@@ -265,6 +278,8 @@ class Supervisor:
         for directory in sorted(self._directory.iterdir()):
             if not directory.is_dir():
                 continue
+            # No number twice in one log.
+            self.service.skip_to(int(directory.name) if directory.name.isdecimal() else 0)
             record = running.read_record(directory)
             if record is not None and running.is_alive(record):
                 found.append(record)
@@ -300,6 +315,7 @@ class Supervisor:
         self.service.ready(number)
         if answer["serving"]:
             self.service.serves(number)
+            self._has_share = True
         self._keep(self._probe(number))
 
     # ---- doing what is decided
@@ -350,8 +366,26 @@ class Supervisor:
 
     async def _start(self, engine: Engine) -> None:
         self._spawned[engine.number] = over = asyncio.Event()
+        plan = self._plans[engine.version]
         try:
-            record = await self._spawn(engine, self._plans[engine.version])
+            async with contextlib.AsyncExitStack() as turn:
+                others = any(e.has_endpoint for e in self.service.engines.values())
+                parked = others or await self._turns.anybody_awake()
+                if not (parked and plan.kv_cache_bytes):
+                    # It measures the device's memory, so nobody else may change that.
+                    await turn.enter_async_context(self._turns.held())
+                    parked = others or await self._turns.anybody_awake()
+                self._has_share = self._has_share or not parked
+                await self._start_alone(engine, plan, over, parked=parked)
+        finally:
+            over.set()
+            self._spawned.pop(engine.number, None)
+
+    async def _start_alone(
+        self, engine: Engine, plan: Plan, over: asyncio.Event, *, parked: bool
+    ) -> None:
+        try:
+            record = await self._spawn(engine, plan, parked=parked)
             self._follow(record)
         except (OSError, EngineError) as e:
             self._failed(engine.number, f"it cannot be started: {e}")
@@ -359,13 +393,11 @@ class Supervisor:
         finally:
             # Who ends it waits for this: half started, it could not be found.
             over.set()
-            del self._spawned[engine.number]
         self._running[engine.number].keep_record()
         if engine.phase is not Phase.ENDING:
             await self._until_ready(engine.number)
 
-    async def _spawn(self, engine: Engine, plan: Plan) -> Record:
-        parked = any(e.has_endpoint for e in self.service.engines.values())
+    async def _spawn(self, engine: Engine, plan: Plan, *, parked: bool) -> Record:
         directory = self._directory / str(engine.number)
         running.remove_directory(directory)
         directory.mkdir(mode=0o700)
@@ -373,11 +405,12 @@ class Supervisor:
         listener = control.listen(job.control_socket)
         with listener:
             pid = None
-            if self.spec.nursery:
+            if self.spec.nursery and not self._distrusts_fork:
                 pid = await self._fork(job, plan, listener.fileno())
-            how = "forked"
-            if pid is None:
-                how = "executed"
+            how = "executed" if pid is None else "forked"
+            if pid is not None:
+                self._forked.add(engine.number)
+            else:
                 pid = start_by_exec(
                     plan.python, self._options.module, job, plan.environment,
                     self._public.fileno(), listener.fileno(),
@@ -405,7 +438,7 @@ class Supervisor:
         """A new version may come with another vLLM: it imports anew."""
         if self._nursery is not None:
             self._nursery.close()
-        self._nursery, self._nursery_told = None, False
+        self._nursery, self._nursery_told, self._distrusts_fork = None, False, False
 
     def _follow(self, record: Record) -> None:
         number = record.number
@@ -437,14 +470,15 @@ class Supervisor:
         )  # fmt: skip
         self.service.ready(number)
         self._keep(self._probe(number))
+        if not self.service.awake and facts.get("sleeps") and not facts.get("asleep"):
+            # Sent to sleep while it started: it has its memory yet.
+            self._begin(Action("drain", number))
         self._step()
 
     async def _promote(self, engine: Engine) -> None:
         number = engine.number
         try:
-            took = await self._running[number].ask(
-                "promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S
-            )
+            took = await self._take_endpoint(number)
         except EngineError as e:
             self._failed(number, f"it cannot take over: {e}")
             return
@@ -467,6 +501,17 @@ class Supervisor:
         self._running[number].keep_record()
         self._step()
 
+    async def _take_endpoint(self, number: int) -> dict[str, Any]:
+        """Have the engine wake and accept. Raises EngineError."""
+        engine = self._running[number]
+        if self._has_share:
+            return await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+        async with self._turns.held():
+            await self._turns.make_room(timeout_s=LONGEST_DRAIN_S)
+            took = await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+            self._has_share = True
+        return took
+
     async def _drain(self, engine: Engine) -> None:
         number, drain_s = engine.number, self.spec.drain_s
         log.info("engine=%d draining service=%s", number, self.spec.name)
@@ -481,6 +526,7 @@ class Supervisor:
             "engine=%d drained service=%s after=%.3fs sleep=%.3fs cut=%d", number, self.spec.name,
             took["drain_s"], took["sleep_s"], took["cut"],
         )  # fmt: skip
+        self._has_share = self.service.awake
         self.service.parked(number)
         self._step()
 
@@ -491,7 +537,12 @@ class Supervisor:
         log.error("engine=%d %s: %s", number, engine.phase.value, reason)
         if engine.phase is Phase.SERVING and self._died_s is None:
             self._died_s = time.monotonic()
+        if engine.phase is Phase.STARTING:
+            self._distrusts_fork = number in self._forked
+        self._forked.discard(number)
         self.service.failed(number, reason, time.monotonic())
+        if not self.service.proven:
+            self._has_share = False
         self._keep(self._end(number))
         self._step()
 
@@ -517,6 +568,7 @@ class Supervisor:
 
     async def _probe(self, number: int) -> None:
         """Ask the engine's core again and again: a hung engine is a dead engine."""
+        await asyncio.sleep(FIRST_PROBE_S)
         while number in self._running:
             engine = self._running[number]
             try:
@@ -591,7 +643,7 @@ class Supervisor:
         return ", ".join(parts)
 
     async def _feed_watchdog(self) -> None:
-        period_s = manager.watchdog_period_s(os.environ)
+        period_s = watchdog_period_s(os.environ)
         while period_s is not None:
             self._manager.tell("WATCHDOG=1")
             await asyncio.sleep(period_s)
@@ -617,9 +669,20 @@ class Supervisor:
             "takeovers": self.takeovers,
             "last_takeover_s": round(self.last_takeover_s, 3),
             "error": self.service.error,
+            "awake": self._has_share,
+            "share": self._turns.share,
+            "used": self._last_used(),
             "supervisor_pid": os.getpid(),
             "engines": [self._engine_status(e) for e in self.service.engines.values()],
         }
+
+    def _last_used(self) -> float:
+        """When a request was last seen, in seconds since 1970; now while one is under way."""
+        serving = self.service.serving
+        engine = self._running.get(serving.number) if serving else None
+        if engine is None:
+            return self._since
+        return time.time() - (time.monotonic() - engine.active_s)
 
     def _engine_status(self, engine: Engine) -> dict[str, Any]:
         found = self._running.get(engine.number)
@@ -664,6 +727,7 @@ class Supervisor:
         self.spec, self.service.standby = spec, spec.standby
         version = self.service.restart()
         self._plans[version] = make_plan(spec, model, self._options.socket_dir)
+        self._turns = Turns(spec, model, load_manifest(path), self._directory.parents[1])
         log.info("service=%s restarting version=%d", spec.name, version)
         self._drop_nursery()
         self._step()

@@ -18,10 +18,11 @@ from weightcached import __version__
 from weightcached.config.manifest import ALL, Manifest, load_manifest
 from weightcached.config.wanted import wanted_caches
 from weightcached.errors import WeightcachedError
-from weightcached.system.paths import devices_with_socket, manifest_path, socket_path
+from weightcached.system.paths import devices_with_socket, manifest_path, runtime_dir, socket_path
 from weightcached.system.text import progress_text
 from weightcached.wire.messages import CacheStatus, StatusReply
 from weightcached.wire.requests import ask_status
+from weightcached.wire.services import Services, ask_all_services
 
 # A daemon answers within milliseconds; one that does not is worth an alarm within 2 s.
 ANSWER_TIMEOUT_S = 1.0
@@ -77,6 +78,13 @@ class Node:
                     self.restarts[device] += self._pids.get(device, reply.pid) != reply.pid
                     self._pids[device] = reply.pid
         return replies
+
+    def services(self) -> Services:
+        """The engine services that have a supervisor, asked now. Raises nothing."""
+        try:
+            return ask_all_services(self._socket_dir or runtime_dir(), timeout_s=ANSWER_TIMEOUT_S)
+        except WeightcachedError:
+            return Services([], {})
 
     def known_devices(self) -> list[str]:
         """Devices with a socket, and those that the manifest names. Never raises."""

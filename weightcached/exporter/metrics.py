@@ -21,8 +21,10 @@ from prometheus_client.registry import Collector
 
 from weightcached.exporter.health import Node
 from weightcached.wire.messages import CacheStatus, Counters, StatusReply
+from weightcached.wire.services import Services
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+_ENGINE_STATES = ("starting", "serving", "taking-over", "draining", "asleep", "stopping")
 _STATES = ("loading", "ready", "failed", "released")
 
 
@@ -60,10 +62,46 @@ class _NodeCollector(Collector):
         for device, count in self._node.restarts.items():
             restarts.add_metric([device], count)
         yield restarts
+        yield from _engines(self._node.services())
         yield from _caches(answered)
         yield from _counters(
             {d: reply.counters for d, reply in answered.items() if reply.counters is not None}
         )
+
+
+def _engines(services: Services) -> Iterator[Metric]:
+    up = GaugeMetricFamily(
+        "weightcached_engine_up", "Whether an engine of the service serves.", labels=["engine"]
+    )
+    state = GaugeMetricFamily(
+        "weightcached_engine_state", "1 for the service's state.", labels=["engine", "state"]
+    )
+    standby = GaugeMetricFamily(
+        "weightcached_engine_parked", "Parked engines that are ready.", labels=["engine"]
+    )
+    takeovers = CounterMetricFamily(
+        "weightcached_engine_takeovers",
+        "Parked engines that replaced a dead one, since the supervisor's start.",
+        labels=["engine"],
+    )
+    last = GaugeMetricFamily(
+        "weightcached_engine_last_takeover_seconds",
+        "From the death of the engine to the next one that accepts.",
+        labels=["engine"],
+    )
+    for name in services.errors:
+        up.add_metric([name], 0.0)
+    for reply in services.replies:
+        name = reply["name"]
+        up.add_metric([name], float(reply["state"] == "serving"))
+        for known in _ENGINE_STATES:
+            state.add_metric([name, known], float(reply["state"] == known))
+        parked = sum(engine["state"] == "parked" for engine in reply["engines"])
+        standby.add_metric([name], parked)
+        takeovers.add_metric([name], reply["takeovers"])
+        if reply["takeovers"]:
+            last.add_metric([name], reply["last_takeover_s"])
+    yield from (up, state, standby, takeovers, last)
 
 
 def _labels(device: str, cache: str) -> list[str]:

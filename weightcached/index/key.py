@@ -7,7 +7,6 @@ it. docs/identity.md has the table of which field guards which fault.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated
 
 import msgspec
@@ -78,7 +77,3 @@ class WeightCacheKey(msgspec.Struct, frozen=True, kw_only=True):
                 if a != b:
                     differing.append((f"{field}.{name}", a, b))
         return differing
-
-    def digest(self) -> str:
-        """Stable hex digest of all fields and the checkpoint's record, for logs and file names."""
-        return hashlib.sha256(msgspec.msgpack.encode(self, order="deterministic")).hexdigest()

@@ -24,8 +24,9 @@ from weightcached.errors import IndexFormatError
 from weightcached.index.key import WeightCacheKey
 from weightcached.segments.backend_name import BackendName
 from weightcached.segments.packing import ALIGN_BYTES
+from weightcached.system.fds import OwnedFd, read_sealed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_INDEX_BYTES = 512 * 1024 * 1024
 _MAGIC = b"WCIX"
 _HEADER = struct.Struct("<4sH32s")
@@ -107,6 +108,8 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     model as built on the meta device, so that an engine whose layers differ in any name, shape,
     type or kernel class is refused. `leftovers` are the tensors that such a model has and the
     loaded one has not, found once by the proof; with None an engine looks for them itself.
+    `versions` of the interpreter's distributions, and `environment`, the set variables of the key's
+    environment, are inputs of the key that need no vLLM.
     """
 
     software: str
@@ -126,6 +129,8 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorRecord]
     modules: list[ModulePlan] = []
     leftovers: list[str] | None = None
+    versions: dict[str, str] = {}
+    environment: dict[str, str] = {}
     load: LoadReport
 
     @property
@@ -192,6 +197,18 @@ def decode(data: bytes) -> TensorIndex:
         raise IndexFormatError(f"tensor index does not decode: {e}") from e
     _check(index)
     return index
+
+
+def read_index(fd: OwnedFd) -> tuple[TensorIndex, str]:
+    """The index in a sealed memfd, and its digest. The caller keeps the descriptor.
+
+    Raises IndexFormatError, also for another kind of descriptor.
+    """
+    try:
+        data = read_sealed(fd.fileno(), max_nbytes=MAX_INDEX_BYTES)
+    except (ValueError, OSError) as e:
+        raise IndexFormatError(f"tensor index: {e}") from e
+    return decode(data), digest_of(data)
 
 
 def _header(data: bytes) -> tuple[int, bytes]:

@@ -19,18 +19,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from weightcached import __version__
+from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.errors import (
+    CheckpointError,
+    CheckpointMissingError,
     LoadError,
     OutOfDeviceMemoryError,
     SegmentError,
     WeightcachedError,
 )
 from weightcached.index import tensors as index_format
+from weightcached.index.key import WeightCacheKey
 from weightcached.segments.api import Backend, open_backend
+from weightcached.system.cgroups import memory_room
 from weightcached.system.fds import close_all
 from weightcached.system.gpus import check_present, holders
 from weightcached.system.paths import is_host_device
 from weightcached.system.text import bytes_text
+from weightcached.system.versions import installed
 from weightcached.wire.delivery import DaemonChannel, run_job
 from weightcached.wire.loader_job import LoaderJob
 from weightcached.wire.messages import LoaderKey
@@ -39,6 +45,9 @@ if TYPE_CHECKING:
     from weightcached.vllm_compat.group_rank import Peers
 
 log = logging.getLogger("weightcached.loader")
+
+# As it was given: vLLM sets variables of its own.
+_ENVIRONMENT = dict(os.environ)
 
 
 def main() -> None:
@@ -102,21 +111,17 @@ def _open(device: str) -> Backend:
 
 def _check_checkpoint(job: LoaderJob) -> None:
     from weightcached.checkpoint.identity import check_headers, record_checkpoint
+    from weightcached.config.drafts import checkpoint_arguments
+    from weightcached.config.manifest import check_checkpoint
 
-    model = str(_checkpoint_of(job))
-    if os.path.isdir(model) and job.engine.get("load_format", "auto") in (
+    check_checkpoint(job.engine)
+    arguments = checkpoint_arguments(job.engine, job.role)
+    if os.path.isdir(arguments["model"]) and arguments["load_format"] in (
         "auto",
         "hf",
         "safetensors",
     ):
-        check_headers(record_checkpoint(model))
-
-
-def _checkpoint_of(job: LoaderJob) -> Any:
-    speculative = job.engine.get("speculative_config")
-    if job.role == "draft" and isinstance(speculative, dict) and speculative.get("model"):
-        return speculative["model"]
-    return job.engine.get("model", "")
+        check_headers(record_checkpoint(**arguments))
 
 
 def _load(
@@ -127,14 +132,12 @@ def _load(
     model_config: Any,
     peers: Peers | None,
 ) -> None:
-    from weightcached.checkpoint.identity import changed_files, with_sample
+    from weightcached.loader.watch import Watch
     from weightcached.model import bind, pack, proof
     from weightcached.vllm_compat import build, draft_sharing, group_rank, solo_rank
     from weightcached.vllm_compat.hooks import PostProcessing
-    from weightcached.vllm_compat.key import build_key
 
-    key = build_key(vllm_config, model_config, role=job.role)
-    key = msgspec.structs.replace(key, checkpoint=with_sample(key.checkpoint))
+    key = _key_before(job, vllm_config, model_config)
     daemon.send(LoaderKey(key=key))
     if peers is not None:
         peers.agree("known by their keys", group_rank.comparable(key))
@@ -150,16 +153,15 @@ def _load(
     _check_memory(job, backend, built, vllm_config)
     daemon.phase("weights", total)
     counter = Counter(daemon, total)
-    model = solo_rank.load_for_stage(vllm_config, model_config, stage, counter)
+    watch = Watch(key.checkpoint)
+    with watch.watching():
+        model = solo_rank.load_for_stage(vllm_config, model_config, stage, counter)
     if peers is not None:
         # From here on nobody needs the others, nor the place that rank 0 serves.
         daemon.phase("meeting")
         peers.meet("loaded")
-    if changed := changed_files(key.checkpoint):
-        raise LoadError(
-            f"{job.cache}: {changed[0]} in {key.checkpoint.root} changed while it was loaded: "
-            "wait until it is complete, then 'weightcachectl reload'"
-        )
+    read = watch.read(str(vllm_config.load_config.load_format))
+    key = msgspec.structs.replace(key, checkpoint=_still_as_read(job, read))
     if job.role == "draft":
         draft_sharing.leave_out(model, vllm_config)
     loaded = proof.slots_of(model)
@@ -191,6 +193,10 @@ def _load(
             segments=packed.segments,
             storages=packed.storages,
             tensors=packed.tensors,
+            versions=installed(),
+            environment={
+                name: _ENVIRONMENT[name] for name in key.environment if name in _ENVIRONMENT
+            },
             load=index_format.LoadReport(seconds=0.0, finished_at=0.0),
         )
         mapping = backend.map([fd.dup() for fd in packed.fds], [s.nbytes for s in packed.segments])
@@ -212,6 +218,34 @@ def _load(
             role=job.role,
             begin=lambda: daemon.phase("tuning"),
         )
+
+
+def _key_before(job: LoaderJob, vllm_config: Any, model_config: Any) -> WeightCacheKey:
+    """The key, with the record of the files that an engine would choose now, all of which exist."""
+    from weightcached.checkpoint.identity import with_sample
+    from weightcached.vllm_compat.fetch import fetch
+    from weightcached.vllm_compat.key import build_key
+
+    failure = fetch(vllm_config, model_config)
+    try:
+        key = build_key(vllm_config, model_config, role=job.role)
+    except CheckpointError as e:
+        if not failure:
+            raise
+        raise CheckpointMissingError(f"{e}; the download failed: {failure}") from e
+    return msgspec.structs.replace(key, checkpoint=with_sample(key.checkpoint))
+
+
+def _still_as_read(job: LoaderJob, read: CheckpointIdentity) -> CheckpointIdentity:
+    """The record of the files read, with its sample. Raises LoadError if one has changed."""
+    from weightcached.checkpoint.identity import changed_files, with_sample
+
+    if changed := changed_files(read):
+        raise LoadError(
+            f"{job.cache}: {changed[0]} in {read.root} changed while it was loaded: "
+            "wait until it is complete, then 'weightcachectl reload'"
+        )
+    return read if read.sample else with_sample(read)
 
 
 def _device(backend: Backend) -> Any:
@@ -251,15 +285,25 @@ def _check_memory(
     free, total = backend.free_bytes()
     if needed <= free:
         return
+    raise OutOfDeviceMemoryError(
+        f"{job.cache} needs at least {bytes_text(needed)} on {job.device}, {bytes_text(free)} of "
+        f"{bytes_text(total)} are free; "
+        f"{_why_no_room(backend, job.device, total)}"
+    )
+
+
+def _why_no_room(backend: Backend, device: str, total: int) -> str:
+    """The limit or the holders of the memory, and a remedy."""
+    if backend.name == "host" and (room := memory_room()) and room.limit == total:
+        return f"the limit is {room.file}: raise MemoryMax= of the unit or of its slice, or use another device"
     held = (
-        [f"pid {h.pid} ({h.name}) {bytes_text(h.nbytes)}" for h in holders(job.device)]
+        [f"pid {h.pid} ({h.name}) {bytes_text(h.nbytes)}" for h in holders(device)]
         if backend.name == "cuda"
         else []
     )
-    raise OutOfDeviceMemoryError(
-        f"{job.cache} needs at least {bytes_text(needed)} on {job.device}, {bytes_text(free)} of "
-        f"{bytes_text(total)} are free; held by {', '.join(held) or 'no listed process'}: stop "
-        "one, 'weightcachectl drop' a cache, or use another device"
+    return (
+        f"held by {', '.join(held) or 'no listed process'}: stop one, 'weightcachectl drop' a cache, "
+        "or use another device"
     )
 
 

@@ -245,8 +245,9 @@ class KvPool:
                 yield
         except torch.OutOfMemoryError:
             # As torch takes any failure of ours.
-            if self._error is not None:
-                raise self._error from None
+            error, self._error = self._error, None
+            if error is not None:
+                raise error from None
             raise
 
     def close(self) -> None:
@@ -269,4 +270,4 @@ class KvPool:
         try:
             self.scratch.free(address)
         except Exception as e:
-            log.error("the KV cache's memory stays until this process ends: %s", e)
+            log.error("the KV cache's memory stays until this process ends: %s", repr(e))

@@ -162,11 +162,6 @@ _DECODERS: dict[str, Callable[[Any, _Place], Any]] = {
 }
 
 
-def encode_value(value: Any) -> msgspec.Raw:
-    """The value for ModulePlan.values. Raises NotAValue."""
-    return msgspec.Raw(msgspec.msgpack.encode(to_wire(value)))
-
-
 def decode_value(raw: msgspec.Raw, module_of: ModuleOf = loaded_module) -> Any:
     """The value back, as from_wire() has it. Raises IndexFormatError."""
     try:

@@ -41,9 +41,9 @@ from weightcached.preload.notify_server import NotifyServer
 from weightcached.preload.spawn import Process, spawn
 from weightcached.system.fds import OwnedFd
 from weightcached.system.gpus import list_gpus, visible_gpus
-from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import create_runtime_dir, runtime_dir, socket_path
-from weightcached.system.process import signal_name
+from weightcached.system.process import environment_for, signal_name
+from weightcached.system.waits import end_tasks, first_of
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ async def _engine_arguments(options: PreloadOptions, stop: asyncio.Event) -> _Pa
         *options.arguments,
     ]
     # Its information lines would hide the one line that matters here.
-    env = {"VLLM_LOGGING_LEVEL": "ERROR", **_environment()}
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", **environment_for(command[0])}
     with OwnedFd(os.memfd_create("weightcached-arguments", os.MFD_CLOEXEC)) as answer:
         child = spawn(command, env=env, stdout=answer.fileno())
         status = await _wait_or_kill(child, stop)
@@ -139,9 +139,8 @@ async def _engine_arguments(options: PreloadOptions, stop: asyncio.Event) -> _Pa
 
 async def _wait_or_kill(child: Process, stop: asyncio.Event) -> int:
     """The exit status of `child`, which is killed when it is time to stop."""
-    waiting, stopping = asyncio.create_task(child.wait()), asyncio.create_task(stop.wait())
-    await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+    waiting = asyncio.create_task(child.wait())
+    await first_of(waiting, stop.wait())
     if not waiting.done():
         child.signal(signal.SIGKILL)
     return await waiting
@@ -255,7 +254,9 @@ class Member:
         while True:
             self._process = spawn(
                 self._command,
-                env=_environment() | {"NOTIFY_SOCKET": self.notify_server.address},
+                env=environment_for(
+                    self._command[0], {"NOTIFY_SOCKET": self.notify_server.address}
+                ),
                 listen=self.notify_server.kept,
             )
             status = await self._process.wait()
@@ -337,24 +338,20 @@ class Command:
         """Serve until `stop` or until a child is beyond help. Returns the exit status."""
         all_ready = asyncio.Event()
         keeping = [asyncio.create_task(member.keep(all_ready)) for member in self._members]
-        stopping = asyncio.create_task(stop.wait())
-        ready = asyncio.create_task(self._all_ready())
         try:
-            await asyncio.wait({stopping, ready, *keeping}, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done() and not any(task.done() for task in keeping):
+            await first_of(stop.wait(), self._until_ready(), *keeping)
+            if not stop.is_set() and not any(task.done() for task in keeping):
                 all_ready.set()
                 self._say_ready()
-                await asyncio.wait({stopping, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(stop.wait(), *keeping)
             ended = [task.result() for task in keeping if task.done()]
             return 0 if stop.is_set() else _exit_status(ended[0])
         finally:
-            for task in (*keeping, stopping, ready):
-                task.cancel()
-            await asyncio.gather(*keeping, stopping, ready, return_exceptions=True)
+            await end_tasks(*keeping)
             await asyncio.gather(*(member.stop() for member in self._members))
             self._remove_sockets()
 
-    async def _all_ready(self) -> None:
+    async def _until_ready(self) -> None:
         for member in self._members:
             await member.notify_server.ready.wait()
 
@@ -370,10 +367,6 @@ class Command:
             with contextlib.suppress(OSError), open(path.with_suffix(".lock"), "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
 
 
 def _exit_status(status: int) -> int:

@@ -308,7 +308,7 @@ class Gpu:
         self._driver = Driver(_bindings() if api is None else api)
         failing = f"cannot use {device}"
         self._driver.call("cuInit", 0, failing=failing)
-        self.cuda_version = self._checked_version(failing)
+        self._check_version(failing)
         # The ordinal is CUDA's and torch's in this process; the number of the driver's device
         # object is its own.
         self.ordinal, self._number = _find(self._driver, device)
@@ -462,14 +462,13 @@ class Gpu:
         )
         return properties
 
-    def _checked_version(self, failing: str) -> str:
+    def _check_version(self, failing: str) -> None:
         version: int = self._driver.call("cuDriverGetVersion", failing=failing)
         if version < MIN_DRIVER_VERSION:
             raise SegmentError(
                 f"{failing}: its driver supports CUDA {_dotted(version)}, needed is {_dotted(MIN_DRIVER_VERSION)} or "
                 "newer: install a newer NVIDIA driver"
             )
-        return _dotted(version)
 
     def _check_abilities(self, failing: str) -> None:
         for ability in _NEEDED_ABILITIES:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.backend_name import BackendName
+from weightcached.system.cgroups import memory_room
 from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_sealed
 
 if TYPE_CHECKING:
@@ -201,7 +202,10 @@ class HostBackend:
             for line in meminfo:
                 name, _, rest = line.partition(":")
                 values[name] = int(rest.split()[0]) * 1024
-        return values["MemAvailable"], values["MemTotal"]
+        free, total = values["MemAvailable"], values["MemTotal"]
+        # Beyond its group's limit the kernel kills a process, however much the machine has left.
+        room = memory_room()
+        return (free, total) if room is None else (min(free, room.free), min(total, room.limit))
 
 
 def _map_private(number: int, fd: int, nbytes: int) -> mmap.mmap:

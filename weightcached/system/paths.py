@@ -17,6 +17,7 @@ from pathlib import Path
 
 from weightcached.errors import (
     DeviceError,
+    HomeError,
     ManifestError,
     RuntimePathError,
     WeightCacheUnavailableError,
@@ -43,8 +44,21 @@ def is_host_device(device: str) -> bool:
     return device.startswith("cpu")
 
 
+class _Choice:
+    """Set by this process's command line."""
+
+    runtime_dir: Path | None = None
+
+
+def choose_runtime_dir(directory: Path | None) -> None:
+    """Have runtime_dir() return `directory` in this process, for --socket-dir; None undoes that."""
+    _Choice.runtime_dir = directory.absolute() if directory else None
+
+
 def runtime_dir() -> Path:
     """The default runtime directory, which need not exist. Raises RuntimePathError without a base."""
+    if _Choice.runtime_dir is not None:
+        return _Choice.runtime_dir
     base = _session_dir()
     if not Path(base).is_absolute():
         raise RuntimePathError(
@@ -53,7 +67,8 @@ def runtime_dir() -> Path:
     if not Path(base).is_dir():
         raise RuntimePathError(
             f"the runtime directory {base} does not exist: log in through a session that systemd-logind opens, "
-            f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR"
+            f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR, or name the directory of "
+            "the sockets: --socket-dir"
         )
     return Path(base) / "weightcached"
 
@@ -119,8 +134,9 @@ def socket_path(device: str, socket_dir: Path | None = None) -> Path:
 
 
 def devices_with_socket(directory: Path | None = None) -> list[str]:
-    """Devices whose socket is in the runtime directory, whether or not a daemon listens on it. May
-    be empty. Raises RuntimePathError.
+    """Devices with a socket in the runtime directory, also without a listener; may be empty.
+
+    Raises RuntimePathError.
     """
     return sorted(path.stem for path in (directory or runtime_dir()).glob("*.sock"))
 
@@ -156,16 +172,39 @@ def check_socket(path: Path) -> None:
         )
 
 
+def home() -> Path:
+    """The user's home directory. Raises HomeError if nothing names one."""
+    try:
+        return Path.home()
+    except RuntimeError as e:
+        raise HomeError(
+            f"no home directory: HOME is not set and uid {os.getuid()} has no passwd entry: "
+            "set HOME, or XDG_CONFIG_HOME, XDG_DATA_HOME and XDG_CACHE_HOME"
+        ) from e
+
+
+def config_home() -> Path:
+    """$XDG_CONFIG_HOME, or ~/.config. Raises HomeError."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return Path(base) if base else home() / ".config"
+
+
 def manifest_path(explicit: Path | None = None) -> Path:
-    """The explicit manifest, the user's, or the machine's. Raises ManifestError without one."""
+    """The manifest in force: the explicit one, the user's, or the machine's.
+
+    Raises ManifestError if none exists, HomeError if the user has no home directory and there is no
+    other manifest.
+    """
+    of_machine = Path("/etc/weightcached/manifest.yaml")
     if explicit is not None:
         candidates = [explicit]
     else:
-        config_home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-        candidates = [
-            Path(config_home, "weightcached/manifest.yaml"),
-            Path("/etc/weightcached/manifest.yaml"),
-        ]
+        try:
+            candidates = [config_home() / "weightcached/manifest.yaml", of_machine]
+        except HomeError:
+            if of_machine.is_file():
+                return of_machine
+            raise
     for path in candidates:
         if path.is_file():
             return path

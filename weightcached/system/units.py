@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weightcached.errors import WeightcachedError
+from weightcached.system.paths import config_home
 
 UNITS = (
     "weightcached@.service",
@@ -46,11 +47,6 @@ class Outcome(NamedTuple):
 
     path: Path
     action: Action
-
-
-def config_home() -> Path:
-    """$XDG_CONFIG_HOME, or ~/.config."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
 
 
 def unit_dir() -> Path:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -74,8 +76,9 @@ def place_on_node(parallel_config: Any, local_rank: int) -> int:
 
 
 def device_memory() -> tuple[int, int] | None:
-    """(free, total) bytes of this worker's GPU, as vLLM measures them for its own check; None where vLLM has no
-    budget of device memory.
+    """(free, total) bytes of this worker's GPU, as in vLLM's own check.
+
+    None if vLLM has no budget of device memory.
     """
     from vllm.platforms import current_platform
 
@@ -137,8 +140,30 @@ def build_on_meta(vllm_config: Any, model_config: Any, prefix: str = "") -> nn.M
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with set_default_torch_dtype(model_config.dtype), torch.device("meta"), _expert_maps_on_host():
+    with (
+        set_default_torch_dtype(model_config.dtype),
+        torch.device("meta"),
+        _imports_on_host(),
+        _expert_maps_on_host(),
+    ):
         return initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+
+@contextmanager
+def _imports_on_host() -> Iterator[None]:
+    """Modules that are imported inside the block make their tensors on the host, not on meta.
+
+    vLLM imports kernels while it builds layers, and some have tables at module level: made on the
+    meta device, such a table would be without values for the rest of the process.
+    """
+    load = SourceFileLoader.exec_module
+
+    def exec_module(loader: SourceFileLoader, module: ModuleType) -> None:
+        with torch.device("cpu"):
+            load(loader, module)
+
+    with mock.patch.object(SourceFileLoader, "exec_module", exec_module):
+        yield
 
 
 @contextmanager
@@ -184,7 +209,7 @@ def freeze_heap() -> None:
 
 
 def all_ranks(ok: bool, role: str) -> bool:
-    """Whether every rank says yes; one small collective, none where the rank is alone."""
+    """Whether every rank says yes; one small collective, none for a single rank."""
     from vllm.distributed import get_tp_group, get_world_group
 
     # Only the last pipeline stage loads a draft, so the world would wait for ranks that never come.

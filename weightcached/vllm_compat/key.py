@@ -29,6 +29,7 @@ import torch
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.index.key import ABSENT, WeightCacheKey
+from weightcached.system.versions import LIBRARIES
 from weightcached.vllm_compat.build import stage_of_platform
 
 # Names of vLLM's variables that choose a kernel, a layout or a value at load time.
@@ -43,12 +44,6 @@ _HARMLESS_ENVIRONMENT = re.compile(
     r"|THRESHOLD|SIMULATION|LOW_PRECISION_COMBINE|ATOMIC_ADD|MAX_TOKENS_PER_EXPERT|GROUPED_TOPK|SKIP_PADDING|DUAL_STREAM"
     r"|GEMM_AR|GEMM_RS|CHUNKED_LOCAL|CHUNK_SIZE|DECODE_KERNEL)"
 )
-# Each library's module and distribution.
-_LIBRARIES = {
-    "triton": "triton", "flashinfer": "flashinfer-python", "deep_gemm": "deep-gemm", "torchao": "torchao",
-    "compressed_tensors": "compressed-tensors", "bitsandbytes": "bitsandbytes", "transformers": "transformers",
-    "gguf": "gguf",
-}  # fmt: skip
 # Entries of config.json about generation, training and origin. No layer reads them.
 _HARMLESS_CONFIG = frozenset(
     {
@@ -217,10 +212,10 @@ def _multimodal(config: Any) -> str:
 
 
 def _lora(config: Any, model_config: Any) -> str:
-    """Where adapters change how the base is laid out.
+    """Parts of the base whose layout changes for adapters.
 
-    They wrap layers that are loaded already. But experts get kernels that adapters can be added to,
-    with a layout of their own, and towers are built otherwise where adapters may go there.
+    Adapters wrap layers that are loaded already. But experts get kernels for adapters, with another
+    layout, and towers are built differently if adapters may be added to them.
     """
     if config is None:
         return ABSENT
@@ -282,7 +277,7 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
     }
-    for module, library in _LIBRARIES.items():
+    for module, library in LIBRARIES.items():
         versions[library] = ABSENT
         with contextlib.suppress(metadata.PackageNotFoundError):
             # A distribution that is not there is looked for in every directory of sys.path, which

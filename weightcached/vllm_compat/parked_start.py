@@ -2,8 +2,8 @@
 
 vLLM starts an engine awake and lets its owner send it to sleep. Beside an engine that serves there
 is no memory for that, and a request that came in between would be computed over scratch memory. So
-the engine core sleeps before it takes its first request, and what vLLM would refuse for want of
-free memory at the start is checked at the first wake instead.
+the engine core sleeps before it takes its first request, and free memory is checked at the first
+wake, not at the start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def starts_parked(vllm_config: Any) -> bool:
 
 
 def check(vllm_config: Any) -> None:
-    """Raises ValueError where an engine that shall start parked could not sleep that way."""
+    """Raises ValueError if an engine that shall start parked could not sleep."""
     from vllm.platforms import current_platform
 
     if not starts_parked(vllm_config) or current_platform.is_cpu():
@@ -46,9 +46,7 @@ def check(vllm_config: Any) -> None:
 
 
 def install() -> None:
-    """Patch vLLM in this process, as far as it has imported what is patched. Again and again is
-    fine.
-    """
+    """Patch the modules of vLLM that this process has imported. May be called again."""
     core = sys.modules.get("vllm.v1.engine.core")
     if core is not None and hasattr(core, "EngineCoreProc"):
         wrap_once(core.EngineCore, "__init__", _sleeping_init)
@@ -83,8 +81,9 @@ def _fall_asleep(core: Any) -> None:
 
 
 def do_not_check_free_memory() -> None:
-    """Let the next request_memory() of this worker, the only one of its start, take the budget
-    without a look at the free memory, which another engine has now.
+    """Let this worker's next request_memory(), the only one of its start, ignore free memory.
+
+    Another engine has that memory now.
     """
     worker: Any = sys.modules["vllm.v1.worker.gpu_worker"]
     original = worker.request_memory
@@ -97,7 +96,7 @@ def do_not_check_free_memory() -> None:
 
 
 def _budget(snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> int:
-    # As vLLM counts it.
+    # Rounded as in vLLM.
     total: int = math.ceil(snapshot.total_memory * cache_config.gpu_memory_utilization)
     budget: int = total - external_weight_memory
     if budget <= 0:

@@ -1,8 +1,9 @@
-"""vLLM's startup plan (VLLM_ENABLE_STARTUP_PLAN): what else its record of KV cache bytes depends on.
+"""vLLM's startup plan (VLLM_ENABLE_STARTUP_PLAN): more inputs for the key of its record.
 
-vLLM keys the record by the configuration's hash, which has neither the utilization nor the load format. One saved by an
-engine that maps its weights, used by one that loads them from disk, would ask for the weights' memory twice. So
-what decides the budget here goes into the key of engines of our load format; others' keys stay as they are.
+vLLM keys the record by the configuration's hash, which has neither the utilization nor the load
+format. If an engine that maps its weights saves a record, and an engine that loads from disk uses
+it, that one asks for the weights' memory twice. So the inputs of our budget go into the key of
+engines of our load format; keys of other engines stay the same.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 
-# What this process's engine was told: utilization, external bytes, and where target and draft come from.
+# Inputs of this process's engine: utilization, external bytes, and the source of target and draft.
 _factors: list[Any] = []
 
 
 def note(utilization: float, external_bytes: int, sources: Sequence[str]) -> None:
-    """Make this the part of the key that is ours, from now on."""
+    """Set our part of the key."""
     _factors[:] = [utilization, external_bytes, *sources]
     _install()
 
 
 def changed(source: str) -> None:
-    """What was decided before came to nothing: the weights come from elsewhere."""
+    """The earlier decision does not hold: the weights come from elsewhere."""
     if _factors:
         _factors.append(source)
 

@@ -1,10 +1,10 @@
-"""Which versions of vLLM were seen, and what of vLLM this package needs.
+"""Which versions of vLLM were seen, and which names of vLLM this package needs.
 
-vLLM changes inside every few weeks. A new version is tried, not refused: what it lacks shows as an
-error that names it, and the engine loads from disk. To support a new version, begin with
-`python -m weightcached.vllm_compat.versions`: it looks for every name in the vLLM that is
-installed. What is imported is read from our own sources; what is patched or reached through an
-attribute stands in REACHED.
+vLLM's internals change every few weeks. A new version is tried, not refused: if it lacks a name, an
+error says so and the engine loads from disk. To support a new version, begin with `python -m
+weightcached.vllm_compat.versions`: it looks for every name in the vLLM that is installed. Imported
+names are read from our own sources; REACHED lists names that are patched or reached through an
+attribute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# By release: what ran on it.
+# Tests that ran, by release.
 SEEN = {
     "0.32": "CPU build 0.32.0: tests/engine",
     "0.33": "CUDA build 0.33.0: tests/gpu, bench",
@@ -36,7 +36,7 @@ _LOADER = "vllm.model_executor.model_loader"
 _GROUPS = "vllm.distributed.parallel_state"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.expert_map_manager"
 
-# Not imported by name: what is patched, and what is reached through an imported module or class.
+# Not imported by name: patched names, and names reached through an imported module or class.
 REACHED = (
     Need("weightcache_loader", f"{_LOADER}:_LOAD_FORMAT_TO_MODEL_LOADER"),
     Need("weightcache_loader", f"{_LOADER}:register_model_loader"),
@@ -50,7 +50,7 @@ REACHED = (
     Need("solo_rank", f"{_GROUPS}:init_model_parallel_group"),
     Need("solo_rank", f"{_GROUPS}:_node_count"),
 )
-# Releases that lack one of these do without: it is imported only where vLLM's own options ask.
+# Optional: imported only if vLLM's own options ask for it.
 OPTIONAL = frozenset({"vllm.v1.worker.gpu.model_runner:GPUModelRunner"})
 
 _warned = False
@@ -70,7 +70,7 @@ def warn_of_unseen(log: logging.Logger, version: str) -> None:
     _warned = True
     log.warning(
         "weightcached was not tried with vLLM %s, only with %s; if the cache is not used, "
-        "'python -m weightcached.vllm_compat.versions' names what this vLLM lacks",
+        "'python -m weightcached.vllm_compat.versions' lists the names that this vLLM lacks",
         version,
         " and ".join(SEEN),
     )
@@ -92,7 +92,7 @@ def needs() -> list[Need]:
 
 
 def find(where: str) -> Any:
-    """What stands at MODULE:ATTRIBUTE.PATH. Raises ImportError, AttributeError."""
+    """The object at MODULE:ATTRIBUTE.PATH. Raises ImportError, AttributeError."""
     module, _, path = where.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -104,7 +104,7 @@ def find(where: str) -> Any:
 
 
 def missing() -> list[tuple[Need, str]]:
-    """What the installed vLLM lacks, each with the reason."""
+    """Names that the installed vLLM lacks, each with the reason."""
     lacking = []
     for need in needs():
         try:
@@ -116,14 +116,14 @@ def missing() -> list[tuple[Need, str]]:
 
 
 def main() -> int:
-    """Print what the installed vLLM lacks. Returns 1 if it lacks anything."""
+    """Print the names that the installed vLLM lacks. Returns 1 if there are any."""
     import vllm
 
     lacking = missing()
     for need, reason in lacking:
         print(f"{need.where}, used in {need.of}: {reason}")
     seen = "seen" if is_seen(vllm.__version__) else "never tried"
-    print(f"vLLM {vllm.__version__} ({seen}): {len(needs())} names used, {len(lacking)} not there")
+    print(f"vLLM {vllm.__version__} ({seen}): {len(needs())} names used, {len(lacking)} missing")
     return 1 if lacking else 0
 
 

@@ -97,7 +97,7 @@ class DaemonChannel:
         )
         data = index_format.encode(msgspec.structs.replace(index, load=report))
         with sealed_memfd("weightcached-index", data) as index_fd:
-            self.send(LoaderIndex(segments=len(fds), peak_bytes=peak_bytes), [index_fd])
+            self.send(LoaderIndex(segments=len(fds)), [index_fd])
         for first in range(0, len(fds), MAX_PACKET_FDS):
             self.send(Descriptors(first=first), fds[first : first + MAX_PACKET_FDS])
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 
 from weightcached.errors import ProtocolError, WeightCacheUnavailableError
-from weightcached.index import tensors as index_format
-from weightcached.index.tensors import TensorIndex
-from weightcached.system.fds import OwnedFd, close_all, read_sealed
+from weightcached.index.tensors import TensorIndex, read_index
+from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.paths import socket_path
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Ready, Refused, Verify
@@ -49,14 +48,29 @@ def fetch_generation(
             raise WeightCacheUnavailableError(
                 f"{cache} on {device} cannot be {for_what}: {_describe_refusal(ready)}"
             )
-        fds = connection.receive_descriptors(ready.descriptors, timeout_s)
+        return receive_generation(connection, ready, timeout_s)
+
+
+def receive_generation(connection: Connection, ready: Ready, timeout_s: float) -> FetchedGeneration:
+    """Receive the descriptors that `ready` announces; check the index by its digest, the segments
+    by their number.
+
+    Raises ProtocolError, IndexFormatError and WeightCacheUnavailableError; every descriptor is
+    closed then.
+    """
+    fds = connection.receive_descriptors(ready.descriptors, timeout_s)
     try:
         if not fds:
-            raise ProtocolError(f"{cache}: the daemon handed out no index")
-        index = _read_index(fds.pop(0), cache)
-        if len(fds) != len(index.segments):
+            raise ProtocolError(f"the daemon handed out no index of {ready.cache}")
+        with fds.pop(0) as fd:
+            index, digest = read_index(fd)
+        if digest != ready.index_digest:
             raise ProtocolError(
-                f"{cache}: {len(fds)} segments came, the index names {len(index.segments)}"
+                f"the index of {ready.cache} is not the one that the daemon announced"
+            )
+        if len(index.segments) != len(fds):
+            raise ProtocolError(
+                f"{ready.cache} has {len(index.segments)} segments, {len(fds)} descriptors came"
             )
     except BaseException:
         close_all(fds)
@@ -78,15 +92,6 @@ def fetch_index(
     )
     close_all(fetched.fds)
     return fetched.index
-
-
-def _read_index(fd: OwnedFd, cache: str) -> TensorIndex:
-    with fd:
-        try:
-            data = read_sealed(fd.fileno(), max_nbytes=index_format.MAX_INDEX_BYTES)
-        except ValueError as e:
-            raise ProtocolError(f"the index of {cache}: {e}") from e
-    return index_format.decode(data)
 
 
 def _describe_refusal(reply: msgspec.Struct) -> str:

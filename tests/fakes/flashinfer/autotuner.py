@@ -33,7 +33,7 @@ class AutoTuner:
 
 
 def set_autotune_process_group(group: object) -> None:
-    assert group is None, "ranks that tune together are no ranks that load alone"
+    assert group is None, "ranks that tune together do not load alone"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,734 @@
+"""What people feel of an engine service: first start, takeover, rolling restart, turns, memory.
+
+    python bench/engine.py --model /tmp/m8 --make 8b               on the first GPU
+    python bench/engine.py --model /tmp/tiny --make tiny --device cpu0 --kills 2 --sections kill
+
+One daemon and one service, both of this interpreter, in a directory of their own. Sections run in
+the order given; each is bounded, and one that fails does not keep the others from running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.checkpoints import llama_config, write_checkpoint
+from weightcached.errors import EngineError
+from weightcached.system.gpus import list_gpus
+from weightcached.wire.services import ask_service
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+SHAPES = {
+    "8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocab": 128256},
+    "1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "vocab": 128256},
+    "tiny": {"hidden": 256, "intermediate": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 1024},
+}  # fmt: skip
+SECTIONS = ("start", "kill", "daemon", "supervisor", "restart", "memory", "switch")
+START_TIMEOUT_S = 150.0
+DAEMON_TIMEOUT_S = 240.0
+REQUEST_TIMEOUT_S = 60.0
+# figure: (limit, what it is)
+LIMITS = {
+    "kill_median_s": (0.7, "SIGKILL to next token, median"),
+    "kill_worst_s": (1.5, "SIGKILL to next token, worst"),
+    "kill_refused": (0, "connections refused"),
+    "daemon_worst_s": (1.5, "the same, daemon killed too, worst"),
+    "supervisor_worst_s": (3.0, "the same, supervisor killed too, worst"),
+    "restart_gap_s": (0.7, "rolling restart, gap from the last old answer"),
+    "restart_failed": (0, "rolling restart, failed requests"),
+    "parked_gib": (2.0, "a parked engine beside the weights, GiB"),
+    "start_ratio": (0.6, "first start by the service, of 'ipc_cache'"),
+    "switch_worst_s": (1.0, "two models in turn, to first token, worst"),
+}
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+class Process:
+    """A command in a session of its own, with a log."""
+
+    def __init__(self, command: Sequence[str], log: Path, **env: str) -> None:
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT,
+                env=environment() | env, start_new_session=True,
+            )  # fmt: skip
+        self.log = log
+        self.began = time.time()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+
+    def end(self, *, timeout_s: float = 90.0) -> None:
+        """SIGTERM, then SIGKILL for its whole session."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def environment() -> dict[str, str]:
+    """For daemons and engines."""
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # A process that hangs is asked where, by SIGABRT.
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def until(
+    condition: Callable[[], Any], what: str, *, timeout_s: float, poll_s: float = 0.01
+) -> Any:
+    """What the condition gives once it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(poll_s)
+    return found
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports that nobody has now."""
+    for first in range(18800, 30000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise RuntimeError("no free ports")
+
+
+def complete(port: int, *, tokens: int = 1, timeout_s: float = REQUEST_TIMEOUT_S) -> list[int]:
+    """The tokens of one completion, on a connection of its own. Raises OSError, HTTPException."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    with contextlib.closing(connection):
+        return ask(connection, tokens)
+
+
+def ask(connection: http.client.HTTPConnection, tokens: int) -> list[int]:
+    """The tokens of one completion."""
+    body = {
+        "model": "bench", "prompt": [5, 6, 7, 8, 9, 10], "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    data = response.read()
+    if response.status != 200:
+        raise http.client.HTTPException(f"{response.status} {data[:200]!r}")
+    if response.will_close:
+        connection.close()
+    found: list[int] = json.loads(data)["choices"][0]["token_ids"]
+    return found
+
+
+class Clients:
+    """Clients that ask all the time. `answers` are times of answers; a connection that is closed
+    after an answer is opened again.
+    """
+
+    def __init__(self, port: int, count: int = 1, *, tokens: int = 1, keep: bool = False) -> None:
+        self.answers: list[float] = []
+        self.refused: list[str] = []
+        self.failed: list[str] = []
+        self._port, self._tokens, self._keep = port, tokens, keep
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
+
+    def _run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_TIMEOUT_S)
+        while not self._stop.is_set():
+            try:
+                ask(connection, self._tokens)
+                self.answers.append(time.time())
+            except ConnectionRefusedError as e:
+                self.refused.append(repr(e))
+                time.sleep(0.005)
+            except (OSError, http.client.HTTPException) as e:
+                self.failed.append(repr(e)[:120])
+                connection.close()
+            if not self._keep:
+                connection.close()
+            time.sleep(0.002)
+        connection.close()
+
+    def first_after(self, at: float, *, timeout_s: float = REQUEST_TIMEOUT_S) -> float:
+        """Seconds from `at` to the first answer after it."""
+        found = until(
+            lambda: next((t for t in list(self.answers)[-2000:] if t > at + 0.003), None),
+            "an answer", timeout_s=timeout_s, poll_s=0.002,
+        )  # fmt: skip
+        return float(found) - at
+
+    def longest_gap(self, since: float) -> float:
+        """The longest time without an answer."""
+        times = sorted(t for t in self.answers if t >= since)
+        return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        until(lambda: self.answers, "a first answer", timeout_s=REQUEST_TIMEOUT_S)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(REQUEST_TIMEOUT_S)
+
+
+class Bench:
+    """One model, its daemon, its service."""
+
+    def __init__(
+        self, work: Path, device: str, models: list[Path], arguments: dict[str, Any]
+    ) -> None:
+        self.work = work
+        self.device = device
+        self.models = models
+        self.arguments = arguments
+        self.sockets = work / "run"
+        # Three in a row, below those that the kernel gives out.
+        self.port = free_ports(3)
+        self.results: dict[str, Any] = {}
+        self.daemon: Process | None = None
+        self.services: dict[str, Process] = {}
+        self.nursery = True
+        self._told: set[str] = set()
+
+    @property
+    def on_gpu(self) -> bool:
+        return not self.device.startswith("cpu")
+
+    # ---- daemon and services
+
+    def start_daemon(self, *, both: bool = False) -> None:
+        """With one model by `weightcached preload`, which restarts a killed daemon with its
+        descriptors; with two by `weightcached serve`.
+        """
+        began = time.time()
+        if both:
+            self.write_manifest()
+            command = [sys.executable, "-m", "weightcached", "serve", self.device]
+            command += [
+                "--manifest",
+                str(self.work / "manifest.yaml"),
+                "--socket-dir",
+                str(self.sockets),
+            ]
+        else:
+            command = [
+                sys.executable,
+                "-m",
+                "weightcached",
+                "preload",
+                "--model",
+                str(self.models[0]),
+            ]
+            command += ["--weight-cache-socket-dir", str(self.sockets), "--skip-tokenizer-init"]
+        visible = {"CUDA_VISIBLE_DEVICES": self.device} if self.on_gpu else {}
+        self.daemon = Process(command, self.work / "daemon.log", **visible)
+        until(self._served, "the daemon serves", timeout_s=DAEMON_TIMEOUT_S, poll_s=0.2)
+        say(f"daemon serves after {time.time() - began:.1f} s")
+
+    def _served(self) -> bool:
+        assert self.daemon
+        if self.daemon.process.poll() is not None:
+            raise RuntimeError(f"the daemon ended:\n{self.daemon.tail()}")
+        log = self.daemon.log.read_text(errors="replace")
+        return "READY" in log or "serving device=" in log
+
+    def stop_daemon(self) -> None:
+        if self.daemon is not None:
+            self.daemon.end()
+            self.daemon = None
+
+    def daemon_pid(self) -> int:
+        """The process that holds the device's lock."""
+        return int((self.sockets / f"{self.device}.lock").read_text())
+
+    def write_manifest(self, *, standby: int = 1, **changed: Any) -> None:
+        """Services a and b; `changed` are arguments of both."""
+        models, engines = [], []
+        for number, path in enumerate(self.models):
+            name = "ab"[number]
+            engine = {"model": str(path), "skip_tokenizer_init": True}
+            models.append({"name": name, "devices": [self.device], "engine": engine})
+            arguments = {**self.arguments, "served_model_name": ["bench"], **changed}
+            engines.append(
+                {
+                    "name": name,
+                    "model": name,
+                    "listen": f"127.0.0.1:{self.port + number}",
+                    "arguments": arguments,
+                }
+            )
+        document = {"version": 1, "models": models, "engines": engines}
+        (self.work / "manifest.yaml").write_text(json.dumps(document))
+
+    def start_service(self, name: str = "a", **changed: Any) -> None:
+        """Start the supervisor and return at once."""
+        if changed or not (self.work / "manifest.yaml").exists():
+            self.write_manifest(**changed)
+        command = [sys.executable, "-m", "weightcached", "engine", name]
+        command += [
+            "--manifest",
+            str(self.work / "manifest.yaml"),
+            "--socket-dir",
+            str(self.sockets),
+        ]
+        self.services[name] = Process(command, self.work / f"service-{name}.log")
+
+    def ask(self, command: str, name: str = "a", *, timeout_s: float = 10.0) -> dict[str, Any]:
+        return ask_service(
+            self.sockets / "engines" / name / "service.sock", command, timeout_s=timeout_s
+        )
+
+    def status(self, name: str = "a") -> dict[str, Any]:
+        with contextlib.suppress(EngineError):
+            return self.ask("status", name)
+        return {"state": "none", "engines": [], "pid": 0, "error": "", "generation": 0}
+
+    def until_serving(self, name: str = "a", *, standby: bool = False) -> dict[str, Any]:
+        """Wait until an engine serves, and one is parked. Raises RuntimeError, TimeoutError."""
+
+        def ready() -> dict[str, Any] | None:
+            process = self.services[name].process
+            if process.poll() is not None:
+                raise RuntimeError(f"the supervisor ended:\n{self.services[name].tail()}")
+            status = self.status(name)
+            if status["error"] and status["error"] not in self._told:
+                self._told.add(status["error"])
+                say(f"a start failed: {status['error'][:300]}")
+            states = sorted(e["state"] for e in status["engines"])
+            wanted = states == ["parked", "serving"] if standby else "serving" in states
+            return status if wanted else None
+
+        what = "a standby is parked" if standby else "an engine serves"
+        try:
+            found: dict[str, Any] = until(ready, what, timeout_s=START_TIMEOUT_S, poll_s=0.05)
+        except TimeoutError as e:
+            self._ask_where(name)
+            raise TimeoutError(f"{e}: {self.status(name)}\n{self.services[name].tail()}") from e
+        return found
+
+    def _ask_where(self, name: str) -> None:
+        """Have the processes of engines that still start write where they are into the log."""
+        starting = [e["pid"] for e in self.status(name)["engines"] if e["state"] == "starting"]
+        for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) in starting:
+                    os.kill(pid, signal.SIGABRT)
+                    time.sleep(0.5)
+
+    def ready_service(self) -> dict[str, Any]:
+        """The service of the first model, serving with a standby; without the nursery if engines
+        that it forks do not start.
+        """
+        try:
+            if "a" not in self.services:
+                self.start_service()
+                self.until_serving()
+            return self.until_serving(standby=True)
+        except TimeoutError as e:
+            if not self.nursery:
+                raise
+            say(f"forked engines do not start, trying without the nursery: {e}")
+            self.results["nursery_failed"] = str(e)[-3000:]
+            self.nursery = False
+            self.stop_services()
+            self.write_manifest()
+            self.start_service()
+            self.until_serving()
+            return self.until_serving(standby=True)
+
+    def stop_services(self) -> None:
+        for process in self.services.values():
+            process.end()
+        self.services.clear()
+
+    def used_bytes(self) -> int:
+        if not self.on_gpu:
+            return 0
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(
+            pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(self.device)).used
+        )
+
+    def steady_bytes(self) -> int:
+        """Used device memory, once it does not change."""
+        last = -1
+        deadline = time.monotonic() + 20
+        while (now := self.used_bytes()) != last and time.monotonic() < deadline:
+            last = now
+            time.sleep(0.3)
+        return now
+
+    # ---- sections
+
+    def section_start(self, count: int) -> None:
+        """First starts by the service and by vLLM's own server, in turns."""
+        direct, service, standby = [], [], []
+        self.write_manifest()
+        for n in range(count):
+            direct.append(self._start_directly(self.port + 2))
+            say(f"start {n + 1}: vllm serve --load-format ipc_cache: {direct[-1]:.1f} s")
+            began = time.time()
+            self.start_service()
+            self.until_serving()
+            complete(self.port)
+            service.append(time.time() - began)
+            say(f"start {n + 1}: service, nursery's imports included: {service[-1]:.1f} s")
+            if n + 1 < count:
+                self.stop_services()
+            else:
+                status = self.until_serving(standby=True)
+                parked = next(e for e in status["engines"] if e["state"] == "parked")
+                standby.append(self._parked_after(parked["number"]))
+                say(f"standby: {standby[-1]:.1f} s from fork to parked")
+        self.results |= {
+            "start_direct_s": direct,
+            "start_service_s": service,
+            "start_standby_s": standby,
+            "start_ratio": statistics.median(service) / statistics.median(direct),
+            "phases_direct": phases((self.work / "direct.log").read_text(errors="replace")),
+            "phases_service": phases((self.work / "service-a.log").read_text(errors="replace")),
+        }
+
+    def _parked_after(self, number: int, name: str = "a") -> float:
+        log = self.services[name].log.read_text(errors="replace")
+        found = re.findall(rf"engine={number} parked service=\w+ after=([0-9.]+)s", log)
+        return float(found[-1]) if found else 0.0
+
+    def _start_directly(self, port: int) -> float:
+        loader = json.dumps({"socket_dir": str(self.sockets)})
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(self.models[0]),
+        ]
+        command += ["--load-format", "ipc_cache", "--model-loader-extra-config", loader]
+        command += ["--served-model-name", "bench", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--skip-tokenizer-init"]
+        for key, value in self.arguments.items():
+            option = f"--{key.replace('_', '-')}"
+            command += [option] if value is True else [option, str(value)]
+        (self.work / "direct.log").unlink(missing_ok=True)
+        server = Process(command, self.work / "direct.log", CUDA_VISIBLE_DEVICES=self._visible())
+
+        def answered() -> bool:
+            if server.process.poll() is not None:
+                raise RuntimeError(f"the server ended:\n{server.tail()}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                complete(port)
+                return True
+            return False
+
+        try:
+            until(answered, "an answer", timeout_s=START_TIMEOUT_S, poll_s=0.05)
+            return time.time() - server.began
+        finally:
+            server.end(timeout_s=20)
+            self.steady_bytes()
+
+    def _visible(self) -> str:
+        return self.device if self.on_gpu else ""
+
+    def section_kill(self, kills: int) -> None:
+        """SIGKILL of the serving engine, each time with a standby that was started beside it."""
+        self._kills("kill", kills, lambda: None)
+
+    def section_daemon(self, kills: int) -> None:
+        """The same, the weight daemon killed in the same second."""
+        self._kills("daemon", kills, lambda: os.kill(self.daemon_pid(), signal.SIGKILL))
+
+    def section_supervisor(self, kills: int) -> None:
+        """The same, the supervisor killed in the same second, and started again as systemd does."""
+
+        def kill() -> None:
+            self.services["a"].process.kill()
+            self.services["a"].process.wait()
+            time.sleep(0.2)
+            self.start_service()
+
+        self._kills("supervisor", kills, kill)
+
+    def _kills(self, name: str, kills: int, also: Callable[[], None]) -> None:
+        status = self.ready_service()
+        tokens = complete(self.port, tokens=16)
+        times: list[float] = []
+        equal = True
+        with Clients(self.port) as clients:
+            for n in range(kills):
+                status = self.until_serving(standby=True)
+                time.sleep(0.3)
+                at = time.time()
+                os.kill(status["pid"], signal.SIGKILL)
+                also()
+                times.append(clients.first_after(at))
+                equal = equal and complete(self.port, tokens=16) == tokens
+                parked = self._parked_after(status["generation"])
+                say(
+                    f"{name} {n + 1}: next token after {times[-1]:.3f} s (standby took {parked:.1f} s)"
+                )
+        facts = next(e["facts"] for e in status["engines"] if e["state"] == "serving")
+        self.results |= {
+            f"{name}_s": times,
+            f"{name}_median_s": statistics.median(times),
+            f"{name}_worst_s": max(times),
+            f"{name}_refused": len(clients.refused),
+            f"{name}_failed": len(clients.failed),
+            f"{name}_tokens_equal": equal,
+            "kv_gib": round(facts.get("kv_cache_bytes", 0) / GIB, 1),
+            "kv_blocks": facts.get("kv_blocks"),
+        }
+
+    def section_restart(self, clients: int) -> None:
+        """A rolling restart with another max_model_len, under load."""
+        self.ready_service()
+        length = 2048 if self.on_gpu else 128
+        with Clients(self.port, clients, tokens=4, keep=True) as load:
+            self.write_manifest(max_model_len=length)
+            began = time.time()
+            self.ask("restart", timeout_s=START_TIMEOUT_S)
+            took = time.time() - began
+            time.sleep(1.0)
+        self.write_manifest()
+        self.results |= {
+            "restart_s": took,
+            "restart_gap_s": load.longest_gap(began),
+            "restart_failed": len(load.failed) + len(load.refused),
+            "restart_failures": load.failed[:5],
+        }
+        say(
+            f"restart: {took:.1f} s, gap {load.longest_gap(began):.3f} s, failed {len(load.failed)}"
+        )
+
+    def section_memory(self) -> None:
+        """What a parked engine takes beside the weights."""
+        status = self.ready_service()
+        parked = next(e for e in status["engines"] if e["state"] == "parked")
+        with_standby = self.steady_bytes()
+        os.kill(parked["pid"], signal.SIGKILL)
+        until(lambda: parked["number"] not in [e["number"] for e in self.status()["engines"]],
+              "the parked engine is gone", timeout_s=30)  # fmt: skip
+        without = self.steady_bytes()
+        self.results |= {
+            "parked_gib": (with_standby - without) / GIB,
+            "used_gib": with_standby / GIB,
+        }
+        say(f"a parked engine takes {(with_standby - without) / GIB:.2f} GiB")
+
+    def section_switch(self, switches: int) -> None:
+        """Two models that do not fit together: each connection goes to the one that sleeps."""
+        self.stop_services()
+        self.stop_daemon()
+        self.steady_bytes()
+        self.start_daemon(both=True)
+        utilization = {"gpu_memory_utilization": 0.85}
+        self.write_manifest(standby=0, **utilization)
+        for name in "ab":
+            self.start_service(name)
+            self.until_serving(name)
+            say(f"{name} serves")
+        times = []
+        for n in range(switches):
+            port = self.port + n % 2
+            at = time.time()
+            complete(port)
+            times.append(time.time() - at)
+            say(f"switch {n + 1}: first token after {times[-1]:.3f} s")
+            time.sleep(0.5)
+        # The first goes to a, which slept while b started.
+        self.results |= {"switch_s": times, "switch_worst_s": max(times)}
+
+    def close(self) -> None:
+        self.stop_services()
+        self.stop_daemon()
+
+
+_PHASES = {
+    "weights": r"[Mm]odel loading took .*? ([0-9.]+) seconds",
+    "dynamo": r"Dynamo bytecode transform time: ([0-9.]+) s",
+    "compiled code": r"(?:Directly load|Compiling).*? took ([0-9.]+) s",
+    "torch.compile": r"torch\.compile (?:and initial profiling run )?took ([0-9.]+) s",
+    "graphs": r"Graph capturing finished in ([0-9.]+) secs",
+    "init engine": r"init engine .*? took ([0-9.]+) s",
+    "cudagraph estimate": r"[Cc]udagraph memory profiling took ([0-9.]+)",
+}
+
+
+def phases(log: str) -> dict[str, float]:
+    """Seconds by phase, as vLLM's own lines have them; the last of each counts."""
+    found = {name: re.findall(pattern, log) for name, pattern in _PHASES.items()}
+    return {name: float(values[-1]) for name, values in found.items() if values}
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Each figure beside its limit."""
+    lines = [f"{'figure':52} {'limit':>8} {'seen':>9}"]
+    for name, (limit, what) in LIMITS.items():
+        if name in results:
+            seen = results[name]
+            mark = "" if seen <= limit else "  over"
+            lines.append(f"{what:52} {limit:>8} {seen:>9.3f}{mark}")
+    for name in ("kv_gib", "kv_blocks", "start_direct_s", "start_service_s", "start_standby_s", "kill_s",
+                 "daemon_s", "supervisor_s", "switch_s", "kill_failed", "kill_tokens_equal",
+                 "phases_direct", "phases_service", "nursery_failed", "errors"):  # fmt: skip
+        if name in results:
+            lines.append(f"{name}: {results[name]}")
+    return lines
+
+
+@contextlib.contextmanager
+def workplace(keep: bool) -> Iterator[Path]:
+    """A directory with room for sockets' names."""
+    work = Path(tempfile.mkdtemp(prefix="wce-", dir="/tmp"))
+    work.chmod(0o700)
+    try:
+        yield work
+    finally:
+        if keep:
+            say(f"logs are in {work}")
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
+    """Write a random checkpoint, unless one is there."""
+    if (path / "config.json").exists():
+        return
+    began = time.time()
+    config = llama_config(**SHAPES[shape], dtype="bfloat16", tied=False)
+    shards = 4 if shape != "tiny" else 1
+    write_checkpoint(path, config, shards=shards, seed=seed, device="cuda" if on_gpu else "cpu")
+    say(f"{path} made in {time.time() - began:.1f} s")
+
+
+@click.command()
+@click.option(
+    "--model", type=click.Path(path_type=Path), required=True, help="Directory of the checkpoint."
+)
+@click.option("--second", type=click.Path(path_type=Path), help="Of the second model, for switch.")
+@click.option(
+    "--make", "shape", type=click.Choice(list(SHAPES)), help="Make them if they are missing."
+)
+@click.option("--device", default=None, help="GPU-<uuid> or cpu0.  [default: the first GPU]")
+@click.option("--sections", default="start,kill,daemon,supervisor,restart,memory", show_default=True,
+              help=f"Of {', '.join(SECTIONS)}.")  # fmt: skip
+@click.option("--starts", default=2, show_default=True)
+@click.option("--kills", default=10, show_default=True)
+@click.option(
+    "--few", default=3, show_default=True, help="Kills of daemon and supervisor, and switches."
+)
+@click.option("--clients", default=8, show_default=True)
+@click.option("--arguments", default="{}", help="More arguments of vllm serve, as JSON.")
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write all figures there.")
+@click.option("--logs", type=click.Path(path_type=Path), help="Copy the logs there.")
+@click.option("--keep", is_flag=True, help="Keep the logs.")
+@click.option("--nursery/--no-nursery", default=True, help="Fork engines.")
+def main(
+    *, model: Path, second: Path | None, shape: str | None, device: str | None, sections: str, starts: int,
+    kills: int, few: int, clients: int, arguments: str, out: Path | None, logs: Path | None, keep: bool, nursery: bool,
+) -> None:  # fmt: skip
+    """Measure one engine service."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    # A time limit, too, ends what was started.
+    signal.signal(signal.SIGTERM, stop)
+    device = device or list_gpus()[0].uuid
+    wanted = sections.split(",")
+    models = [model] + ([second] if second and "switch" in wanted else [])
+    if shape:
+        for seed, path in enumerate(models):
+            make_model(path, shape, seed=seed, on_gpu=not device.startswith("cpu"))
+    with workplace(keep) as work:
+        bench = Bench(work, device, models, json.loads(arguments))
+        bench.nursery = nursery
+        work_of: dict[str, Callable[[], None]] = {
+            "start": lambda: bench.section_start(starts),
+            "kill": lambda: bench.section_kill(kills),
+            "daemon": lambda: bench.section_daemon(few),
+            "supervisor": lambda: bench.section_supervisor(few),
+            "restart": lambda: bench.section_restart(clients),
+            "memory": bench.section_memory,
+            "switch": lambda: bench.section_switch(2 * few),
+        }
+        try:
+            bench.start_daemon()
+            for name in wanted:
+                began = time.time()
+                say(f"-- {name}")
+                try:
+                    work_of[name]()
+                except (Exception, KeyboardInterrupt) as e:
+                    say(f"{name} failed: {e}")
+                    bench.results.setdefault("errors", {})[name] = str(e)[:2000]
+                    if isinstance(e, KeyboardInterrupt):
+                        break
+                say(f"-- {name} took {time.time() - began:.1f} s")
+                if out:
+                    out.write_text(json.dumps(bench.results, indent=1))
+        finally:
+            bench.close()
+            if logs:
+                logs.mkdir(parents=True, exist_ok=True)
+                for path in work.glob("*.log"):
+                    shutil.copy(path, logs)
+        print("\n".join(table(bench.results)))
+        if out:
+            out.write_text(json.dumps(bench.results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

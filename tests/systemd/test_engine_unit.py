@@ -1,0 +1,126 @@
+"""The engine service's own unit file under a real user manager, with fake engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.daemon import ROOT, until
+from tests.fakes.service import MODULE, ClientLoop, ServiceProcess
+from tests.systemd.manager import PrivateManager
+from weightcached.system.units import source
+
+NAME = "weightcached-engine@chat.service"
+
+
+class UnitService(ServiceProcess):
+    """The service as a unit of the private manager."""
+
+    def __init__(self, manager: PrivateManager, directory: Path) -> None:
+        super().__init__(directory)
+        self.unit_manager = manager
+        self.runtime = manager.runtime_dir / "weightcached"
+        self.home = self.runtime / "engines/chat"
+        command = (
+            f"{shlex.quote(sys.executable)} -m weightcached engine %i --manifest {self.manifest} "
+            f"--engine-module {MODULE}"
+        )
+        text = source("weightcached-engine@.service").read_text()
+        assert text.count("ExecStart=/usr/bin/weightcached engine %i\n") == 1
+        text = text.replace("ExecStart=/usr/bin/weightcached engine %i\n", f"ExecStart={command}\n")
+        more = f"Environment=PYTHONPATH={ROOT} PYTHONDONTWRITEBYTECODE=1\nWorkingDirectory={ROOT}\n"
+        log = f"StandardOutput=append:{self.log_path}\nStandardError=append:{self.log_path}\n"
+        manager.write_unit(
+            NAME.replace("chat", ""), text.replace("[Service]\n", f"[Service]\n{more}{log}")
+        )
+
+    @property
+    def supervisor(self) -> int:
+        return int(self.unit_manager.show(NAME, "MainPID"))
+
+
+@pytest.fixture
+def service(manager: PrivateManager) -> Iterator[UnitService]:
+    directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
+    service = UnitService(manager, directory)
+    yield service
+    print(service.log[-10000:] if service.log_path.exists() else "")
+    manager.systemctl("stop", NAME, check=False)
+    manager.systemctl("reset-failed", NAME, check=False)
+    service.close()
+    shutil.rmtree(directory)
+
+
+def test_unit_is_ready_when_an_engine_serves_and_stop_leaves_nothing(service: UnitService) -> None:
+    service.unit_manager.systemctl("start", NAME)
+    assert service.get()["engine"] == 1
+    service.until_standby()
+    assert service.unit_manager.show(NAME, "StatusText").startswith("serving, engine 1")
+    service.unit_manager.systemctl("stop", NAME)
+    assert service.unit_manager.show(NAME, "Result") == "success"
+    assert service.processes() == []
+
+
+def test_manager_restarts_a_killed_supervisor_with_socket_and_engines(service: UnitService) -> None:
+    service.unit_manager.systemctl("start", NAME)
+    before = service.until_standby()
+    with ClientLoop(service) as clients:
+        os.kill(service.supervisor, signal.SIGKILL)
+        after = service.until(
+            lambda s: s["supervisor_pid"] != before["supervisor_pid"] and s["state"] == "serving",
+            "another supervisor has taken the engines back",
+        )
+        seen = len(clients.answers)
+        until(lambda: len(clients.answers) > seen, "answers go on")
+    assert clients.refused == clients.failed == []
+    assert [e["pid"] for e in after["engines"]] == [e["pid"] for e in before["engines"]]
+    assert "taken back" in service.log
+
+
+def test_supervisor_and_all_engines_killed_refuse_nobody(service: UnitService) -> None:
+    service.unit_manager.systemctl("start", NAME)
+    service.until_standby()
+    with ClientLoop(service) as clients:
+        os.kill(service.supervisor, signal.SIGKILL)
+        for pid in service.processes():
+            os.kill(pid, signal.SIGKILL)
+        clients.until_answers(3)
+    assert clients.refused == [], "the manager has kept the listening socket"
+
+
+def test_supervisor_that_hangs_is_replaced(service: UnitService) -> None:
+    service.unit_manager.systemctl("start", NAME)
+    drop_in = service.unit_manager.unit_dir / f"{NAME}.d/watchdog.conf"
+    drop_in.parent.mkdir(exist_ok=True)
+    drop_in.write_text("[Service]\nWatchdogSec=2\n")
+    try:
+        service.unit_manager.systemctl("daemon-reload")
+        service.unit_manager.systemctl("restart", NAME)
+        before = service.until_standby()
+        os.kill(service.supervisor, signal.SIGSTOP)
+        after = service.until(
+            lambda s: s["supervisor_pid"] != before["supervisor_pid"], "another supervisor"
+        )
+        assert [e["pid"] for e in after["engines"]] == [e["pid"] for e in before["engines"]]
+    finally:
+        drop_in.unlink()
+        drop_in.parent.rmdir()
+        service.unit_manager.systemctl("daemon-reload")
+
+
+def test_wrong_manifest_ends_the_unit_for_good(service: UnitService) -> None:
+    service.manifest.write_text(
+        json.dumps({"version": 1, "models": [service.model], "engines": []})
+    )
+    service.unit_manager.systemctl("start", NAME, check=False)
+    assert service.unit_manager.show(NAME, "ExecMainStatus") == "78"
+    assert service.unit_manager.show(NAME, "ActiveState") == "failed"

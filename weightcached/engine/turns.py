@@ -1,0 +1,135 @@
+"""Services that share a device take turns: which of them may be awake there.
+
+Shares are utilizations; those of the services that are awake on a device add up to at most 1. Who
+wants to wake takes the device's turn, a lock beside the daemons' sockets, and asks the services that
+were used least recently to sleep until there is room. Supervisors ask each other, so it works
+without a daemon; and the successor of an engine that died has its share already, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightcached.config.engines import EngineSpec
+from weightcached.config.manifest import ALL, Manifest, ModelSpec
+from weightcached.engine.control import Link
+from weightcached.errors import EngineError
+from weightcached.system.paths import is_host_device
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.005
+_STATUS_TIMEOUT_S = 2.0
+# vLLM's own default (0.33).
+_UTILIZATION = 0.92
+# Two at 0.5 fit; what rounding adds is no reason to take turns.
+_ALL_OF_IT = 1.0 + 1e-6
+
+
+def share_of(spec: EngineSpec, model: ModelSpec) -> float:
+    """The part of its devices' memory that an awake engine has; 0 in host memory, where engines
+    that sleep keep theirs, unless the manifest says something.
+    """
+    given = spec.merged(model).get("gpu_memory_utilization")
+    if isinstance(given, int | float):
+        return float(given)
+    return 0.0 if is_host_device(model.devices[0]) else _UTILIZATION
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Another service, as it says itself. `used_s` is when a request last came (since 1970)."""
+
+    name: str
+    socket: Path
+    share: float
+    used_s: float
+
+
+class Turns:
+    """The turn of one service's devices."""
+
+    def __init__(
+        self, spec: EngineSpec, model: ModelSpec, manifest: Manifest, sockets: Path
+    ) -> None:
+        self.share = share_of(spec, model)
+        self._locks = [sockets / f"{device}.turn" for device in sorted(model.devices)]
+        self._peers = {
+            other.name: sockets / "engines" / other.name / "service.sock"
+            for other in manifest.engines
+            if other.name != spec.name and _share_devices(model, manifest.service(other.name)[1])
+        }
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other service of the manifest can be on its devices."""
+        return not self._peers
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """The turn, for the time of the block: no other service starts to measure, wakes or sleeps
+        on its own account on these devices.
+        """
+        with contextlib.ExitStack() as stack:
+            for path in [] if self.alone else self._locks:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, fd)
+                while True:
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        await asyncio.sleep(_RETRY_S)
+            yield
+
+    async def make_room(self, *, timeout_s: float) -> list[str]:
+        """Ask neighbours to sleep until this service's share is free; needs the turn. Returns who
+        was asked. Raises EngineError where one cannot.
+        """
+        awake = await self._awake()
+        asked: list[str] = []
+        while awake and self.share + sum(n.share for n in awake) > _ALL_OF_IT:
+            oldest = min(awake, key=lambda n: n.used_s)
+            awake.remove(oldest)
+            log.info("asking service=%s to sleep", oldest.name)
+            await _ask(oldest.socket, "sleep", timeout_s=timeout_s)
+            asked.append(oldest.name)
+        return asked
+
+    async def anybody_awake(self) -> bool:
+        return bool(await self._awake())
+
+    async def _awake(self) -> list[Neighbour]:
+        found = await asyncio.gather(*(_neighbour(n, path) for n, path in self._peers.items()))
+        return [neighbour for neighbour in found if neighbour is not None]
+
+
+def _share_devices(one: ModelSpec, other: ModelSpec) -> bool:
+    return ALL in (*one.devices, *other.devices) or bool({*one.devices} & {*other.devices})
+
+
+async def _neighbour(name: str, path: Path) -> Neighbour | None:
+    """A service that is awake; None where it sleeps or does not run."""
+    try:
+        status = await _ask(path, "status", timeout_s=_STATUS_TIMEOUT_S)
+    except EngineError:
+        return None
+    return Neighbour(name, path, status["share"], status["used"]) if status["awake"] else None
+
+
+async def _ask(path: Path, command: str, *, timeout_s: float) -> dict[str, Any]:
+    link = Link(path)
+    try:
+        return await link.ask(command, timeout_s=timeout_s)
+    except TimeoutError as e:
+        raise EngineError(f"{path.parent.name} did not answer within {timeout_s:g} s") from e
+    finally:
+        link.close()
