@@ -8,9 +8,13 @@ installed and nothing stays.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +29,7 @@ from weightcached.errors import WeightcachedError  # noqa: E402
 from weightcached.system.gpus import list_gpus  # noqa: E402
 
 WORK = ROOT / ".demo"
+SAY_PERIOD_S = 15.0
 
 
 class Round(NamedTuple):
@@ -69,10 +74,11 @@ def _run(model: str) -> list[Round]:
     gpus = list_gpus()
     device = gpus[0].uuid if gpus else "cpu0"
     with harness.unit(device, WORK, model, {"max_model_len": 512}) as unit:
-        click.echo(f"unit {unit.name}: ready after {unit.start():.1f} s")
-        with _engine(model, "auto", unit, "disk") as engine:
+        with _step(f"unit {unit.name} loads the model"):
+            unit.start()
+        with _engine("disk", model, "auto", unit) as engine:
             disk = Round("disk", engine.load_seconds, None, engine.first["tokens"])
-        with _engine(model, "ipc_cache", unit, "attach") as engine:
+        with _engine("attach", model, "ipc_cache", unit) as engine:
             attach = Round(
                 "attach", engine.load_seconds, unit.bytes_read_since(0.0), engine.first["tokens"]
             )
@@ -82,7 +88,7 @@ def _run(model: str) -> list[Round]:
                 raise WeightcachedError(
                     "the running engine decoded other tokens after the daemon was killed"
                 )
-        with _engine(model, "ipc_cache", unit, "attach-after-crash") as engine:
+        with _engine("attach after the crash", model, "ipc_cache", unit) as engine:
             read = unit.bytes_read_since(crashed_at)
             again = Round(
                 "attach after the crash", engine.load_seconds, read, engine.first["tokens"]
@@ -90,14 +96,44 @@ def _run(model: str) -> list[Round]:
     return [disk, attach, again]
 
 
-def _engine(model: str, load_format: str, unit: harness.Unit, log: str) -> harness.Engine:
+@contextlib.contextmanager
+def _step(what: str) -> Iterator[None]:
+    """Say what is going on, again and again, and how long it took."""
+    began_s, over = time.monotonic(), threading.Event()
+
+    def say_again() -> None:
+        while not over.wait(SAY_PERIOD_S):
+            click.echo(f"  … {time.monotonic() - began_s:.0f} s")
+
+    click.echo(what)
+    thread = threading.Thread(target=say_again, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    click.echo(f"  done after {time.monotonic() - began_s:.1f} s")
+
+
+@contextlib.contextmanager
+def _engine(
+    name: str, model: str, load_format: str, unit: harness.Unit
+) -> Iterator[harness.Engine]:
     options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 512}
     if load_format == "ipc_cache":
         options["model_loader_extra_config"] = {
             "socket_dir": str(unit.socket_dir),
             "fallback": False,
         }
-    return harness.Engine(model, load_format, options, WORK / f"{log}.log")
+    log = WORK / f"{name.replace(' ', '-')}.log"
+    with _step(f"engine, weights from {name}: starts and decodes"):
+        engine = harness.Engine(model, load_format, options, log)
+    try:
+        yield engine
+    finally:
+        with _step("engine ends"):
+            engine.close()
 
 
 def _print_table(rounds: list[Round], equal: bool) -> None:
