@@ -152,7 +152,7 @@ def main(
     if model is None:
         model = str(work / f"model-{size}")
         if not Path(model, "config.json").exists():
-            config = llama_config(**SIZES[size], dtype="bfloat16", tied=False)  # type: ignore[arg-type]
+            config = llama_config(**SIZES[size], dtype="bfloat16", tied=False)
             write_checkpoint(Path(model), config, shards=8, device="cuda")
     bench = Bench(model, work, utilization)
     bench.warm_page_cache()
@@ -426,11 +426,11 @@ def print_table(results: dict[str, Any]) -> None:
         )
         click.echo(f"{label:<44}{line}{_ratio(cells, 'preload'):>12}{_ratio(cells, 'disk'):>10}")
     ours = results["weightcached"]
-    for name in (
+    for figure in (
         "tensors", "checkpoint_bytes_after_kill", "requests_after_kill_equal", "rejoined", "load_after_adoption_s",
         "left_bytes_after_stop", "phases_s",
     ):  # fmt: skip
-        click.echo(f"{name}: {ours[name]}")
+        click.echo(f"{figure}: {ours[figure]}")
     click.echo(
         f"tokens equal ({PROMPTS} prompts x {TOKENS}): {'yes' if results['tokens_equal'] else 'no'}"
     )

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.checkpoints import llama_config, write_checkpoint
 from weightcached.errors import EngineError
-from weightcached.system.gpus import free_and_total_bytes, list_gpus
+from weightcached.system.gpus import list_gpus
 from weightcached.wire.services import ask_service
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,6 +120,13 @@ def until(
             raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
         time.sleep(poll_s)
     return found
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def complete(port: int, *, tokens: int = 1, timeout_s: float = REQUEST_TIMEOUT_S) -> list[int]:
@@ -344,8 +352,12 @@ class Bench:
     def used_bytes(self) -> int:
         if not self.on_gpu:
             return 0
-        free, total = free_and_total_bytes(self.device)
-        return total - free
+        import pynvml
+
+        pynvml.nvmlInit()
+        return int(
+            pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(self.device)).used
+        )
 
     def steady_bytes(self) -> int:
         """Used device memory, once it does not change."""

@@ -43,14 +43,14 @@ def register() -> None:
         self.load_model = _timed_load(self.load_model, path, type(self))
         self.get_external_weight_memory = _timed_query(self.get_external_weight_memory)
 
-    probing_init._weightcached_probe = True
+    vars(probing_init)["_weightcached_probe"] = True
     base_loader.BaseModelLoader.__init__ = probing_init
     original, timed = utils.initialize_model, _timed_build(utils.initialize_model)
     for module in list(sys.modules.values()):
         # Loaders imported the function by name. vars(), since getattr() makes lazy packages import
         # all they have.
         if vars(module).get("initialize_model") is original:
-            module.initialize_model = timed
+            vars(module)["initialize_model"] = timed
 
 
 def _timed_build(build: Callable[..., Any]) -> Callable[..., Any]:

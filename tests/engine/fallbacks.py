@@ -107,7 +107,7 @@ class Process:
         from weightcached.vllm_compat import solo_rank
         from weightcached.wire.loader_job import LoaderJob
 
-        class Disk(BaseModelLoader):  # type: ignore[misc]
+        class Disk(BaseModelLoader):
             """Stands for vLLM's default loader and the user's: its model records its caller and
             arguments.
             """
@@ -212,7 +212,7 @@ def unreadable(process: Process) -> Iterator[None]:
     """The socket's mode forbids it; root, whom no mode stops, asks as nobody."""
     from weightcached.wire import connection as client
 
-    connected = client._connected
+    connected = client._open_socket
 
     def as_nobody(path: Path, timeout_s: float) -> Any:
         if os.getuid():

@@ -18,7 +18,7 @@ DEVICE = "cpu0"
 SLACK_BYTES = 384 << 10
 DRAFTS = ("eagle3", "mtp")
 # Tensors that a draft takes from its target: by its flags, or always for MTP, which has none.
-OWNERSHIP = {
+OWNERSHIP: dict[str, dict[str, bool | None]] = {
     "eagle3": {"has_own_embed_tokens": False, "has_own_lm_head": True},
     "mtp": {"has_own_embed_tokens": None, "has_own_lm_head": None},
 }

@@ -42,7 +42,7 @@ ENGINE_PORT = 29_620
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 # In float32: ranks add their partial sums, and in bfloat16 these are rounded differently from one
 # rank's.
-ALONE = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32"}
+ALONE: dict[str, Any] = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32"}
 OVER_NODES = ALONE | {"tensor_parallel_size": RANKS, "nnodes": RANKS, "master_addr": ADDRESSES[0]}
 COMMON = {"tensor_parallel_size": 2, "max_model_len": 64, "enforce_eager": True}
 READY_TIMEOUT_S = 180.0
@@ -94,10 +94,10 @@ class Node:
         }
         manifest = {"version": 1, "models": [entry | {"rendezvous": rendezvous}]}
         (home / "manifest.yaml").write_text(json.dumps(manifest), encoding="utf-8")
-        command = ["ip", "netns", "exec", NODES[rank], BIN / "weightcached", "serve", "cpu0"]
+        command = ["ip", "netns", "exec", NODES[rank], str(BIN / "weightcached"), "serve", "cpu0"]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--manifest", home / "manifest.yaml"],
+                [*command, "--manifest", str(home / "manifest.yaml")],
                 env=os.environ | ENVIRONMENT | {"XDG_RUNTIME_DIR": str(home)}, stdout=log, stderr=log, cwd=ROOT,
             )  # fmt: skip
 
@@ -252,7 +252,7 @@ def tokens_of_two_nodes(hosts: list[Engines], model: Path, *, fallback: bool = F
         host.send(engine=engine | {"node_rank": rank})
     answers: dict[str, Any] = {}
     # The first answer: one that fails leaves the other waiting.
-    waiting = {host.process.stdout: host for host in hosts}
+    waiting: dict[Any, Engines] = {host.process.stdout: host for host in hosts}
     while waiting:
         said = select.select(list(waiting), [], [], ANSWER_TIMEOUT_S)[0]
         assert said, "\n".join(host.log()[-3000:] for host in hosts)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.engine.conftest import Engines, Service
 from tests.engine.test_end_to_end import entry, serving
 
-FLOAT = {"dtype": "float32"}
+FLOAT: dict[str, Any] = {"dtype": "float32"}
 
 
 def test_engine_with_lora_maps_the_base_that_is_cached_without(

@@ -14,7 +14,7 @@ import pytest
 from tests.engine.conftest import Engines, Service
 from tests.engine.test_end_to_end import entry, serving
 
-FLOAT = {"dtype": "float32"}
+FLOAT: dict[str, Any] = {"dtype": "float32"}
 REFUSED = (
     "SharedWeightsError: {}() would write into weights that other engines map: use mode 'copy' "
 )

@@ -40,14 +40,16 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
     from weightcache_loader import sleep
+    from weightcached.model import mapped
+    from weightcached.vllm_compat import worker as vllm_worker
 
     world = World()
     for name in ("suspend", "resume", "discard"):
         monkeypatch.setattr(CuMemBackend, name, world.step(f"vLLM {name}"))
     model = world.model()
-    monkeypatch.setattr(sleep.mapped, "of_process", lambda: iter([model]))
+    monkeypatch.setattr(mapped, "of_process", lambda: iter([model]))
     scratch = SimpleNamespace(park=world.step("KV park"), wake=world.step("KV wake"))
-    monkeypatch.setattr(sleep.vllm_worker, "kv_pool", lambda: SimpleNamespace(scratch=scratch))
+    monkeypatch.setattr(vllm_worker, "kv_pool", lambda: SimpleNamespace(scratch=scratch))
     monkeypatch.setattr(sleep, "all_ranks", lambda ok, role: ok and world.others_agree)
     return world
 

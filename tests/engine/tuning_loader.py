@@ -26,7 +26,7 @@ from weightcached.vllm_compat import tuning
 from weightcached.wire.loader_job import decode_job
 
 
-class Runner(CPUModelRunner):  # type: ignore[misc]
+class Runner(CPUModelRunner):
     """The CPU's runner, given a model as the GPU's are."""
 
     def load_model(self, *, model: Any) -> None:

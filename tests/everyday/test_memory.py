@@ -21,7 +21,7 @@ import pytest
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, checkpoint
 from tests.fakes.daemon import DaemonProcess, model, until
 
-ENGINE = {"enforce_eager": True, "max_model_len": 256}
+ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256}
 UTILIZATION = 0.92
 
 

@@ -3,6 +3,7 @@
 Arguments that it knows, all optional:
     x_fail      fail to start with this message
     x_fail_file fail with what this file says, while it is there
+    x_no_fork   fail to start where it was forked
     x_starts    a file that gets one line for each start
 
 GET / answers {"engine": N, "pid": …, "core": …, "arguments": …}; GET /slow?S answers after S
@@ -44,6 +45,11 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
 
 
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 class FakeEngine:
     def __init__(self, job: Job, core: int, to_core: int, from_core: int) -> None:
         self.job = job
@@ -69,7 +75,7 @@ class FakeEngine:
         loop = asyncio.get_running_loop()
         os.write(self._to_core, what)
         answered: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._from_core, lambda: answered.done() or answered.set_result(None))
+        loop.add_reader(self._from_core, _set_once, answered)
         try:
             await answered
         finally:
@@ -156,6 +162,10 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
             file.write(f"{job.number}\n")
     if arguments.get("x_fail"):
         raise RuntimeError(arguments["x_fail"])
+    if arguments.get("x_no_fork") and "weightcached.engine.nursery" in (
+        sys.modules["__main__"].__doc__ or ""
+    ):
+        raise RuntimeError("it does not start after a fork")
     fail_file = Path(arguments.get("x_fail_file", "/nonexistent"))
     if fail_file.exists():
         raise RuntimeError(fail_file.read_text())

@@ -80,8 +80,8 @@ class Clock:
             if took_s > self._worst[1]:
                 self._worst = repr(getattr(callback, "__self__", callback))[:300], took_s
 
-        selectors.EpollSelector.select = timed_select  # type: ignore[method-assign]
-        asyncio.events.Handle._run = timed_run  # type: ignore[attr-defined]
+        setattr(selectors.EpollSelector, "select", timed_select)  # noqa: B010
+        setattr(asyncio.events.Handle, "_run", timed_run)  # noqa: B010
 
     def _turn_ends(self) -> None:
         if self._began is not None:

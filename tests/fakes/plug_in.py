@@ -39,7 +39,7 @@ class Kernel:
         return f"Kernel({tuple(self.weight.shape)})"
 
 
-class Method(LinearMethodBase):  # type: ignore[misc]
+class Method(LinearMethodBase):
     """Keeps weights as vLLM's unquantized layers do."""
 
     def create_weights(
@@ -143,7 +143,7 @@ class InPlace(Method):
         return nn.functional.linear(x, layer.doubled, bias) / 2
 
 
-class Embedding(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+class Embedding(UnquantizedEmbeddingMethod):
     """Without the CPU's repacking into handles."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -162,7 +162,7 @@ METHODS = {
 
 
 @register_quantization_config(NAME)
-class Config(QuantizationConfig):  # type: ignore[misc]
+class Config(QuantizationConfig):
     """A checkpoint's quantization_config: {"quant_method": NAME, "methods": {"qkv_proj": …}}."""
 
     def __init__(self, methods: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from weightcached.wire.framing import recv_packet, send_packet
 from weightcached.wire.messages import (
@@ -123,7 +123,7 @@ def _send(peer: socket.socket, answer: Answer) -> bool:
     return not packet.then_close
 
 
-def cache(name: str = "tiny/target", **changed: object) -> CacheStatus:
+def cache(name: str = "tiny/target", **changed: Any) -> CacheStatus:
     """A ready cache of 3 GiB with one engine."""
     fields: dict[str, object] = {
         "name": name,

@@ -26,7 +26,7 @@ from tests.systemd.manager import PrivateManager
 from weightcached.index import tensors as index_format
 from weightcached.system.fds import OwnedFd, close_all, sealed_memfd
 from weightcached.system.paths import socket_path
-from weightcached.wire.fetch import hand_out
+from weightcached.wire.fetch import fetch_generation
 from weightcached.wire.messages import Descriptors, Request, Status, encode
 
 CACHE = "bf16/target"
@@ -88,14 +88,14 @@ def handing_out(socket: Path, tamper: Tamper) -> Script:
         if isinstance(request, Status):
             yield status(socket.stem)
             return
-        handout = hand_out(
+        fetched = fetch_generation(
             socket.stem, CACHE, for_what="tampered with", socket_dir=socket.parent, timeout_s=10.0
         )
-        index, fds = tamper(handout.index, handout.fds)
+        index, fds = tamper(fetched.index, fetched.fds)
         data = index_format.encode(index)
         fds.insert(0, sealed_memfd("index", data))
         yield msgspec.structs.replace(
-            handout.ready,
+            fetched.ready,
             index_digest=index_format.digest_of(data),
             segment_nbytes=[s.nbytes for s in index.segments],
         )

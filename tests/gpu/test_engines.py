@@ -20,7 +20,11 @@ from bench.harness import Engine
 from tests.engine.conftest import ROOT, Engines, Service
 from tests.systemd.manager import PrivateManager
 
-ENGINE = {"gpu_memory_utilization": 0.2, "max_model_len": 1024, "enforce_eager": True}
+ENGINE: dict[str, Any] = {
+    "gpu_memory_utilization": 0.2,
+    "max_model_len": 1024,
+    "enforce_eager": True,
+}
 SHAPE = {
     "hidden": 1024,
     "intermediate": 2816,
@@ -49,7 +53,7 @@ def make(path: Path, *, tied: bool = False, **shape: int) -> Path:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
-    made = {}
+    made: dict[str, Path] = {}
     for name, what in MODELS.items():
         arguments = {key: value for key, value in what.items() if key != "engine"}
         made[name] = made["bf16"] if name == "fp8-online" else make(base / name, **arguments)

@@ -34,10 +34,10 @@ if importlib.util.find_spec("flashinfer") is None:
 STORE = "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"
 # As each tuned operation is called in the keys of the store.
 OPERATIONS = {"trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2"}
-EXPERTS = {"moe_backend": "flashinfer_cutlass"}
+EXPERTS: dict[str, Any] = {"moe_backend": "flashinfer_cutlass"}
 OFF = {"enable_flashinfer_autotune": False}
 SIZES = {"max_model_len": 512, "max_num_batched_tokens": 512}
-ENGINE = {"gpu_memory_utilization": 0.2, "enforce_eager": True, **SIZES}
+ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.2, "enforce_eager": True, **SIZES}
 # With the compilation of the experts' kernels.
 TIMEOUT_S = 900.0
 
@@ -119,7 +119,8 @@ def steps(
     seen: list[tuple[str, str]] = []
 
     def look() -> None:
-        (cache,) = [c for c in service.caches(device) if c["name"] == "experts/target"] or [None]
+        caches = service.caches(device)
+        cache = next((c for c in caches if c["name"] == "experts/target"), None)
         if cache is not None and (step := (cache["state"], cache["phase"])) not in seen:
             seen.append(step)
 

@@ -61,6 +61,14 @@ def test_nursery_in_which_a_fork_does_not_work_is_not_used(make: Make) -> None:
     assert "executed, not forked: a fork that was tried ended with status 7\n" in service.log
 
 
+def test_engine_that_fails_after_a_fork_is_executed_the_next_time(make: Make) -> None:
+    service = make(arguments={"x_no_fork": True}).start()
+    assert service.get()["engine"] == 2
+    service.until_standby()
+    assert "starting: it does not start after a fork" in service.log
+    assert service.log.count(" executed") == 2, "also the standby"
+
+
 @pytest.mark.parametrize("victim", ["pid", "core"])
 def test_death_of_any_process_brings_the_parked_engine(make: Make, victim: str) -> None:
     service = make().start()
@@ -128,7 +136,7 @@ def test_parked_engine_that_dies_or_hangs_is_replaced(make: Make) -> None:
         service.until_standby()
         kill(service.record(number)["pid"], how)
         service.until(
-            lambda s, number=number: any(e["number"] == number + 1 for e in s["engines"]),
+            lambda s, number=number: any(e["number"] == number + 1 for e in s["engines"]),  # type: ignore[misc]
             "another standby",
         )
     assert service.until_standby()["generation"] == 1, "nobody took over"
@@ -435,7 +443,10 @@ def test_random_kills(make: Make) -> None:
                     os.kill(chance.choice(victims), number)
             seen = len(clients.answers)
             if n % 5 == 4:
-                until(lambda seen=seen: len(clients.answers) > seen, f"answers after kill {n}")
+                until(
+                    lambda seen=seen: len(clients.answers) > seen,  # type: ignore[misc]
+                    f"answers after kill {n}",
+                )
         # An engine whose core died unseen is parked until it is asked.
         until(lambda: len(service.processes()) == 4, "two engines of two processes")
         service.until_standby()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -89,7 +90,7 @@ class Preload:
         return status.pid
 
     def children(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        children: list[Any] = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if not makes_digests(child.pid)]
 
     def kept(self) -> int:

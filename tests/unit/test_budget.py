@@ -38,7 +38,7 @@ def requested(device: Device, external: int) -> int:
         total_memory=device.total, free_memory=device.free, device_=SimpleNamespace(index=0)
     )
     config: Any = SimpleNamespace(gpu_memory_utilization=device.utilization)
-    return request_memory(snapshot, config, external)
+    return int(request_memory(snapshot, config, external))
 
 
 def test_without_anything_resident_nothing_changes() -> None:

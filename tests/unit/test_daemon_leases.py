@@ -69,7 +69,8 @@ def test_old_generation_is_listed_while_an_engine_holds_it() -> None:
 
 def test_parked_engine_that_neither_unmaps_nor_wakes_is_not_waited_for() -> None:
     async def main() -> list[int]:
-        leases, asked, one = Leases(), [], Held(1, 100)
+        leases, one = Leases(), Held(1, 100)
+        asked: list[int] = []
         for pid in (10, 11):
             leases.park(leases.begin(one, pid, partial(asked.append, pid)), True)
         leases.begin(one, 12, partial(asked.append, 12))

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import limits
-from weightcached.checkpoint import digests, identity
+from weightcached.checkpoint import digests, files, identity
 from weightcached.checkpoint.digests import CHUNK_BYTES, SAMPLE_BYTES, DigestCache, sample_ranges
 from weightcached.checkpoint.identity import CheckpointIdentity
 from weightcached.errors import CheckpointError
@@ -175,7 +176,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_within_two_seconds(
 def test_a_change_behind_the_readers_back_is_seen_at_the_end(model: Path) -> None:
     record = write(model, m=b"content")
     source = digests.Source(str(model / "m.bin"), record.files[0].stat)
-    reading = digests.open_recorded(*source)
+    reading = files.open_recorded(*source)
     assert os.read(reading.__enter__(), 7) == b"content"
     (model / "m.bin").write_bytes(b"CONTENT")
     with pytest.raises(CheckpointError, match="mtime_ns was"):
@@ -188,7 +189,7 @@ def test_a_file_cut_short_while_it_is_read_is_an_error(model: Path) -> None:
     fd = os.open(source.path, os.O_RDONLY)
     os.truncate(source.path, 3)
     with pytest.raises(CheckpointError) as raised:
-        digests.read_at(fd, source.path, memoryview(bytearray(7)), 0)
+        files.read_at(fd, source.path, memoryview(bytearray(7)), 0)
     os.close(fd)
     assert (
         str(raised.value)
@@ -244,7 +245,7 @@ def test_an_entry_is_private_and_found_by_exactly_its_status(cache_home: Path) -
     cache.put(KEY, DIGEST)
     assert cache.get(KEY) == DIGEST
     for i in range(5):
-        assert cache.get((*KEY[:i], 99, *KEY[i + 1 :])) is None
+        assert cache.get(cast(Any, (*KEY[:i], 99, *KEY[i + 1 :]))) is None
     (entry,) = entries(cache_home)
     assert entry.name == "1-2.json"
     modes = [stat.S_IMODE(p.stat().st_mode) for p in (entry, entry.parent, entry.parent.parent)]

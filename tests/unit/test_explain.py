@@ -232,7 +232,7 @@ def test_refusal_of_the_next_generation_stands_beside_what_is_served(
 
 def refusing(**changed: Any) -> Callable[[Request], Iterable[Answer]]:
     return lambda request: [
-        status("cpu0", cache(**({"generation": 0, "state": "failed"} | changed)))
+        status("cpu0", cache(**{"generation": 0, "state": "failed", **changed}))
     ]
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import xxhash
 
-from weightcached.model import hashing
 from weightcached.model.hashing import SegmentHasher
 
 CPU = torch.device("cpu")
@@ -51,7 +50,7 @@ def test_one_hasher_serves_segments_of_several_sizes() -> None:
 
 def test_window_is_no_larger_than_the_largest_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(hashing.torch, "empty", lambda nbytes, **_: made.append(nbytes))
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **_: made.append(nbytes))
     SegmentHasher(4096, torch.device("cuda", 0)).close()
     SegmentHasher(5 << 30, torch.device("cuda", 0)).close()
     assert made == [4096, 4096, 1 << 28, 1 << 28]

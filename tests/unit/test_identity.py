@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -565,7 +566,7 @@ def test_digests_of_other_files_say_nothing() -> None:
 # ---- decide(), without files
 
 
-def made(*stats: int, **digests: str) -> CheckpointIdentity:
+def made(*stats: int, **digests: Any) -> CheckpointIdentity:
     return CheckpointIdentity(
         root="/m", files=[FileRecord(f"{s}.bin", 1, s, 8, 0, 0) for s in stats], **digests
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -92,9 +92,9 @@ class World:
         self.model = MappedModel(
             first,
             mapping,
-            self.storages,
+            cast(Any, self.storages),
             attach=self._attach,
-            lease=self._lease,  # type: ignore[arg-type]
+            lease=self._lease,
         )
 
     def generation(self, number: int, **changed: Any) -> Attachment:
@@ -167,7 +167,7 @@ def test_newest_generation_is_taken_if_the_old_one_is_gone(world: World) -> None
     assert world.leases[1].generation == 7
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "skeleton": (
         {"skeleton": "other"},
         "its layers differ in a name, shape, dtype or kernel class",
@@ -261,9 +261,9 @@ def test_model_in_host_memory_neither_parks_nor_changes(world: World) -> None:
     model = MappedModel(
         first,
         None,
-        world.storages,
+        cast(Any, world.storages),
         attach=world._attach,
-        lease=world._lease,  # type: ignore[arg-type]
+        lease=world._lease,
     )
     model.park()
     assert (model.state, model.can_change, world.leases[-1].said) == (State.AWAKE, False, [])

@@ -75,11 +75,11 @@ def test_systemctl_is_sent_where_our_own_sockets_are_looked_for(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/elsewhere")
     assert paths.session_environment() == dict(os.environ)
-    for unset in (
-        lambda: monkeypatch.setenv("XDG_RUNTIME_DIR", ""),
-        lambda: monkeypatch.delenv("XDG_RUNTIME_DIR"),
-    ):
-        unset()
+    for value in ("", None):
+        if value is None:
+            monkeypatch.delenv("XDG_RUNTIME_DIR")
+        else:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", value)
         expected = {**os.environ, "XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}"}
         assert paths.session_environment() == expected
 

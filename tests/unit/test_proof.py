@@ -48,7 +48,7 @@ class OtherKernel(Kernel):
 Kernel.__module__ = OtherKernel.__module__ = "vllm.fake"
 
 
-class Layer(nn.Module):  # type: ignore[misc]
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(6, 4), requires_grad=False)
@@ -61,7 +61,7 @@ class Layer(nn.Module):  # type: ignore[misc]
         self.held: Any = ("a", Kernel())
 
 
-class Model(nn.Module):  # type: ignore[misc]
+class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = Layer()
@@ -425,7 +425,7 @@ def test_object_of_another_class_is_refused_by_name() -> None:
 
 
 def test_parameter_that_a_hook_renamed_keeps_its_content_and_not_its_loading_class() -> None:
-    class ModelWeightParameter(nn.Parameter):  # type: ignore[misc]
+    class ModelWeightParameter(nn.Parameter):
         pass
 
     ModelWeightParameter.__module__ = "vllm.model_executor.parameter"

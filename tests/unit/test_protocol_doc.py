@@ -92,7 +92,7 @@ def default_of(field: msgspec.inspect.Field) -> str:
     if field.required:
         return "required"
     made = field.default_factory is not msgspec.NODEFAULT
-    value: Any = field.default_factory() if made else field.default  # type: ignore[operator]
+    value: Any = field.default_factory() if made else field.default
     return f"`{json.dumps(value)}`"
 
 

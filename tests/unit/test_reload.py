@@ -11,6 +11,7 @@ import pytest
 
 from weightcache_loader import reload
 from weightcached.errors import CacheConfigMismatchError, WeightCacheUnavailableError
+from weightcached.vllm_compat import worker as vllm_worker
 
 
 class Attachment:
@@ -41,8 +42,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     def reset(worker: Any) -> None:
         made.reset += 1
 
-    monkeypatch.setattr(reload.vllm_worker, "mapped_of", lambda worker: worker.models)
-    monkeypatch.setattr(reload.vllm_worker, "reset_caches", reset)
+    monkeypatch.setattr(vllm_worker, "mapped_of", lambda worker: worker.models)
+    monkeypatch.setattr(vllm_worker, "reset_caches", reset)
     monkeypatch.setattr(reload, "all_ranks", lambda ok, role: ok and made.others_agree)
     return made
 

@@ -175,7 +175,7 @@ def test_triton_kernel_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameter_keeps_its_class_when_its_data_is_replaced() -> None:
-    class Special(nn.Parameter):  # type: ignore[misc]
+    class Special(nn.Parameter):
         pass
 
     parameter = Special(meta(4), requires_grad=False)

@@ -163,7 +163,7 @@ def refusal(function: Callable[..., Any], *arguments: Any) -> str:
     return str(e.value)
 
 
-class Wrapper(torch.Tensor):  # type: ignore[misc]
+class Wrapper(torch.Tensor):
     """As torchao's: the data is in inner tensors."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -595,7 +595,7 @@ def test_helper_objects_that_refer_to_each_other_are_walked_once() -> None:
 # ---- parameters and buffers
 
 
-class ScaleParameter(nn.Parameter):  # type: ignore[misc]
+class ScaleParameter(nn.Parameter):
     """As vLLM's: a Parameter class that carries how it is sharded."""
 
 

@@ -4,6 +4,8 @@ says of itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from weightcached.index.sharing import EXCEPTIONS, NOT_A_PARAMETER, SMALL, reasons, why_written
@@ -107,10 +109,10 @@ def test_every_exception_is_seen_in_these_tests(row: object) -> None:
 
 
 def test_index_says_why_each_private_storage_is() -> None:
-    def record(name: str, kind: str, storage: int) -> TensorRecord:
+    def record(name: str, kind: Any, storage: int) -> TensorRecord:
         return TensorRecord(
             names=[name], kind=kind, dtype="float32", shape=[1], stride=[1], storage=storage
-        )  # type: ignore[arg-type]
+        )
 
     tensors = [
         record("weight", "parameter", 0),

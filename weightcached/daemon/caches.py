@@ -64,6 +64,8 @@ class Generation:
         self.index_digest = index_digest
         self.source: Source = source
         self.full_digest = index.key.checkpoint.full
+        # Why the descriptor store does not have it, or "".
+        self.not_stored = ""
         self._fds = [index_fd, *segment_fds]
         self._handouts = 0
         self._retired = False
@@ -185,6 +187,13 @@ class Cache:
             self.last_key = self.load.key if self.load else self.last_key
         self.load, self.error = None, error
 
+    def end_load(self) -> None:
+        """A load for the sake of others is over, or came to nothing: all stays as it was."""
+        self.load = None
+        if self.state == "loading":
+            # Released meanwhile, when a load seemed to be coming.
+            self.state = "released"
+
     def release(self) -> Generation:
         """Stop serving the generation, which the caller retires. The next may be loading."""
         generation = self.generation
@@ -228,6 +237,7 @@ class Cache:
             engines=leases.engines(self.name),
             eta_s=load.eta_s if load else None,
             retry_at=retry_at,
+            warning=generation.not_stored if generation else "",
         )
 
 

@@ -26,6 +26,7 @@ from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.fairness import Queues
+from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
@@ -43,7 +44,7 @@ from weightcached.errors import (
     RuntimePathError,
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
-from weightcached.system.paths import check_device, runtime_dir
+from weightcached.system.paths import check_device, runtime_dir, socket_path
 from weightcached.system.text import bytes_text
 from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire import resident
@@ -96,7 +97,7 @@ def run(options: ServeOptions) -> int:
     directory = options.socket_dir or runtime_dir()
     with Endpoint(device, directory) as endpoint:
         _raise_descriptor_limit()
-        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
+        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None, limit=_store_limit())
         stored = inherited(os.environ)
         aside = store.take_note(stored)
         adopted = _adopt(device, store, stored, aside)
@@ -108,6 +109,14 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _store_limit() -> int:
+    """How many descriptors the manager keeps for us. Older ones do not say: a drop-in that raises
+    FileDescriptorStoreMax= sets FDSTORE= in Environment= there as well.
+    """
+    said = os.environ.get("FDSTORE", "")
+    return int(said) if said.isdecimal() else fdstore.DEFAULT_MAX
 
 
 def _adopt(
@@ -128,6 +137,7 @@ def _adopt(
         except fdstore.StoreError as e:
             log.warning("stays in the store until the unit stops cache=%s error=%s", g.cache, e)
     for g in generations:
+        store.kept(g)
         log.info(
             "adopted cache=%s generation=%d segments=%d bytes=%d",
             g.cache,
@@ -216,6 +226,7 @@ class Daemon:
             ahead=options.loaders_ahead,
             look=partial(Staleness, self.matcher.full_digest, digest),
             unmap_parked=self.leases.unmap_parked,
+            peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
         )
         self._endpoint = endpoint
         # Why there is no socket, and none could be made; or "".
@@ -325,7 +336,9 @@ class Daemon:
         # If it is refused, a waiting reload will read the manifest as it is now.
         self.reload(force=False, only=[])
 
-    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[ReloadResult] | Refused:
+    def reload(
+        self, *, force: bool, only: list[str], along: bool = False
+    ) -> asyncio.Task[ReloadResult] | Refused:
         """Begin a reload, which goes on even if nobody waits for it. Reloads run one after the
         other.
 
@@ -335,18 +348,18 @@ class Daemon:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
             return Refused(code="busy", message=message)
         self._reloads += 1
-        task = asyncio.create_task(self._reload(force=force, only=only))
+        task = asyncio.create_task(self._reload(force=force, only=only, along=along))
         task.add_done_callback(self._reload_ended)
         self._keep(task)
         return task
 
-    async def _reload(self, *, force: bool, only: list[str]) -> ReloadResult:
+    async def _reload(self, *, force: bool, only: list[str], along: bool) -> ReloadResult:
         # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
         await self._started.wait()
         async with self._reload_turn:
             await self._notifier.reloading()
             try:
-                return await self.reconciler.run(force=force, only=only)
+                return await self.reconciler.run(force=force, only=only, along=along)
             except ManifestError as e:
                 return ReloadReply(error=str(e))
             except UnknownCacheError as e:

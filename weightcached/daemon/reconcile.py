@@ -20,6 +20,7 @@ from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
+from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.loading import (
     Delivery,
     LoaderRun,
@@ -156,6 +157,7 @@ class Reconciler:
         ahead: int | None = None,
         look: Callable[[], Staleness],
         unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
+        peers: GroupPeers | None = None,
     ) -> None:
         self._caches = caches
         self._matcher = matcher
@@ -165,6 +167,7 @@ class Reconciler:
         self._device = device
         self._boot_id = boot_id
         self._unmap_parked = unmap_parked
+        self._peers = peers
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
@@ -180,9 +183,15 @@ class Reconciler:
         self.settled = asyncio.Event()
 
     async def run(
-        self, *, force: bool = False, only: Collection[str] = (), starting: bool = False
+        self,
+        *,
+        force: bool = False,
+        only: Collection[str] = (),
+        starting: bool = False,
+        along: bool = False,
     ) -> list[CacheOutcome]:
-        """Read the manifest and reconcile.
+        """Read the manifest and reconcile. `along`: what is current loads too, for another rank of
+        its group.
 
         Raises ManifestError, UnknownCacheError; nothing has changed then.
         """
@@ -206,7 +215,32 @@ class Reconciler:
                 self.settled.set()
             await self._note_aside()
             self._caches.changed.fire()
-            return outcomes + await self._load_all(todo.load)
+            outcomes += await self._load_all(todo.load)
+            if along:
+                await self._load_along(todo.unchanged)
+            return outcomes
+
+    async def _load_along(self, wanted: Sequence[Wanted]) -> None:
+        """Load with a rank that lost its generation, for its sake alone."""
+        for want in wanted:
+            cache = self._caches.get(want.name)
+            if want.spec.rendezvous is None or self._peers is None or cache is None:
+                continue
+            # Asked for by several that were lost, they all met the first time.
+            if cache.generation is None or not await self._peers.lacks(want):
+                continue
+            run = self._start(want, at_once=True)
+            try:
+                delivery = await run.delivery()
+            except (LoadFailedError, OSError) as e:
+                log.warning("did not load along cache=%s error=%s", want.name, e)
+            else:
+                close_all([delivery.index_fd, *delivery.segment_fds])
+                log.info("loaded along cache=%s", want.name)
+            finally:
+                cache.end_load()
+                await run.discard()
+                self._caches.changed.fire()
 
     async def retry(self) -> None:
         """Load what is due to be tried again, as the manifest was when it was last read."""
@@ -315,6 +349,8 @@ class Reconciler:
         cache = self._caches.ensure(want.name, want.role)
         began_s = time.monotonic()
         try:
+            if want.spec.rendezvous is not None and self._peers is not None:
+                await self._peers.call(want)
             delivery = await run.delivery()
         except LoadFailedError as e:
             self._record_failure(cache, e)
@@ -381,6 +417,7 @@ class Reconciler:
             log.warning(
                 "not in the store, a restart will load it again cache=%s error=%s", cache.name, e
             )
+            generation.not_stored = f"a restart of the daemon will load it again: {e}"
         except BaseException:
             generation.retire()
             raise

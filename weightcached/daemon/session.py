@@ -90,7 +90,7 @@ class Service(Protocol):
     def status(self) -> StatusReply: ...
 
     def reload(
-        self, *, force: bool, only: list[str]
+        self, *, force: bool, only: list[str], along: bool = False
     ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
 
 
@@ -341,7 +341,7 @@ class Session:
 
     async def _reload(self, request: Reload) -> None:
         """The reload is the daemon's, not this session's: it goes on if the tool leaves."""
-        task = self._service.reload(force=request.force, only=request.caches)
+        task = self._service.reload(force=request.force, only=request.caches, along=request.along)
         if isinstance(task, Refused):
             await self._send(task)
             return

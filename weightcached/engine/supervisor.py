@@ -148,7 +148,8 @@ class Supervisor:
         self.service = Service(standby=spec.standby)
         self._options = options
         self._directory = directory
-        self._fence = directory / "fence"
+        # As /proc names it.
+        self._fence = directory.resolve() / "fence"
         self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = Turns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
@@ -160,6 +161,9 @@ class Supervisor:
         self._public: socket.socket
         self._nursery: Nursery | None = None
         self._nursery_told = False
+        self._forked: set[int] = set()
+        # The last engine that failed to start was a forked one: is it the fork?
+        self._distrusts_fork = False
         self._spawned: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
@@ -401,11 +405,12 @@ class Supervisor:
         listener = control.listen(job.control_socket)
         with listener:
             pid = None
-            if self.spec.nursery:
+            if self.spec.nursery and not self._distrusts_fork:
                 pid = await self._fork(job, plan, listener.fileno())
-            how = "forked"
-            if pid is None:
-                how = "executed"
+            how = "executed" if pid is None else "forked"
+            if pid is not None:
+                self._forked.add(engine.number)
+            else:
                 pid = start_by_exec(
                     plan.python, self._options.module, job, plan.environment,
                     self._public.fileno(), listener.fileno(),
@@ -433,7 +438,7 @@ class Supervisor:
         """A new version may come with another vLLM: it imports anew."""
         if self._nursery is not None:
             self._nursery.close()
-        self._nursery, self._nursery_told = None, False
+        self._nursery, self._nursery_told, self._distrusts_fork = None, False, False
 
     def _follow(self, record: Record) -> None:
         number = record.number
@@ -532,6 +537,9 @@ class Supervisor:
         log.error("engine=%d %s: %s", number, engine.phase.value, reason)
         if engine.phase is Phase.SERVING and self._died_s is None:
             self._died_s = time.monotonic()
+        if engine.phase is Phase.STARTING:
+            self._distrusts_fork = number in self._forked
+        self._forked.discard(number)
         self.service.failed(number, reason, time.monotonic())
         if not self.service.proven:
             self._has_share = False

@@ -22,12 +22,15 @@ from unittest import mock
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.engine.child import Activity, Job, say_error
 from weightcached.errors import EngineError
+from weightcached.system.gpus import free_bytes
 from weightcached.vllm_compat import parked_start, serve_arguments
 
 log = logging.getLogger("vllm.weightcached")
 
 _CLOSE = (b"connection", b"close")
 _POLL_S = 0.005
+# Contexts of other processes differ by so much from one start to the next.
+_SLACK_BYTES = 64 << 20
 # What a GPU engine imports after its start; each fork has it then.
 _GPU_MODULES = (
     "vllm.v1.worker.gpu_worker",
@@ -157,6 +160,7 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs(f"{job.service}/{job.number}")
+    free = 0 if job.parked else _free_bytes(job)
     args = serve_arguments.parse(_arguments(job))
     args.host, args.port = job.host or None, job.port
     private = copy.copy(args)
@@ -172,7 +176,7 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
         with mock.patch.object(entry, "serve_http", serve):
             serving = asyncio.ensure_future(entry.build_and_serve(client, address, sock, args))
             server = await _started(serving, apps)
-        yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping())
+        yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping(), free=free)
 
 
 def _arguments(job: Job) -> dict[str, Any]:
@@ -200,7 +204,32 @@ def _arguments(job: Job) -> dict[str, Any]:
         arguments["model_loader_extra_config"] = {**options, "start_parked": True}
         if job.kv_cache_bytes:
             arguments.setdefault("kv_cache_memory_bytes", job.kv_cache_bytes)
+    elif maps and _is_as_remembered(job):
+        arguments.setdefault("kv_cache_memory_bytes", job.remembered["kv_cache_bytes"])
     return arguments
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import vllm
+
+    return {"vllm": vllm.__version__, "torch": torch.__version__}
+
+
+def _free_bytes(job: Job) -> int:
+    """Free memory of the fullest device; 0 where nobody tells."""
+    return min((free_bytes(device) or 0 for device in job.devices), default=0)
+
+
+def _is_as_remembered(job: Job) -> bool:
+    """Whether this start would measure what the last one did: the same software, and as much memory
+    free. The size of the KV cache that was measured then need not be found out again.
+    """
+    known = job.remembered
+    if not known.get("kv_cache_bytes") or {k: known.get(k) for k in _versions()} != _versions():
+        return False
+    wanted: int = known["free_bytes"] - _SLACK_BYTES
+    return _free_bytes(job) >= wanted
 
 
 async def _started(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
@@ -218,8 +247,16 @@ class VllmEngine:
     """One engine, asked by its supervisor."""
 
     def __init__(
-        self, job: Job, client: Any, server: Any, serving: asyncio.Future[Any], *, asleep: bool
+        self,
+        job: Job,
+        client: Any,
+        server: Any,
+        serving: asyncio.Future[Any],
+        *,
+        asleep: bool,
+        free: int,
     ) -> None:
+        self._free = free
         self._job = job
         self._client = client
         self._server = server
@@ -242,6 +279,8 @@ class VllmEngine:
             "sleeps": self._sleeps,
             "kv_blocks": cache.num_gpu_blocks,
             "kv_cache_bytes": _read_kv_cache_bytes(self._job),
+            "free_bytes": self._free,
+            **_versions(),
         }
 
     async def ping(self) -> Activity:

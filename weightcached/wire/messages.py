@@ -100,11 +100,13 @@ class Reload(Message, frozen=True):
 
     With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target", or
     "llama-8b" for all of a model's; empty means all. Names that are unknown here are passed over
-    unless all are.
+    unless all are. `along` comes from another rank of a group, which lost its generation: load with
+    it, and go on serving what is served.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
     force: bool = False
+    along: bool = False
 
 
 class Drop(Message, frozen=True):
