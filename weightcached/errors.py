@@ -94,7 +94,7 @@ class CheckpointMissingError(CheckpointError):
 
 
 class SnapshotError(WeightcachedError):
-    """A snapshot cannot be written, or is not what it says. The weights are loaded instead."""
+    """A snapshot cannot be written, or is damaged. The weights are loaded instead."""
 
     code = "snapshot"
 
@@ -107,7 +107,7 @@ class RuntimePathError(WeightcachedError):
 
 
 class HomeError(WeightcachedError):
-    """This user has no home directory, and what is asked for lies there."""
+    """This user has no home directory, and a needed file would be there."""
 
     code = "home"
     exit_status = EXIT_CONFIG
@@ -191,7 +191,7 @@ class SharedWeightsError(WeightcachedError):
 
 
 class EngineError(WeightcachedError):
-    """An engine could not do what it was told, or does not answer. The text is for people."""
+    """An engine failed to carry out a command, or does not answer. The text is for people."""
 
     code = "engine"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -152,3 +153,18 @@ def test_preload_in_a_directory_that_holds_a_vllm_uses_the_installed_one(
         process.communicate(timeout=60)
     assert process.returncode == 0
     assert "not the installed one" not in (short_tmp / "log").read_text()
+
+
+@pytest.mark.timeout(2 * LOAD_S)
+def test_checkpoint_of_a_late_mount_is_served_once_it_is_there(
+    make_real: Launcher, llama: Path, short_tmp: Path
+) -> None:
+    late = short_tmp / "mnt/m"
+    daemon = make_real([model("late", late, **ENGINE)]).launch()
+    daemon.notified("READY=1")
+    (cache,) = daemon.status().caches
+    assert (cache.state, cache.retry_at is not None) == ("failed", True)
+    assert f"{late} does not exist" in cache.error
+    late.parent.mkdir()
+    shutil.copytree(llama, late)
+    until(lambda: ready(daemon), "it is served", bound_s=LOAD_S)

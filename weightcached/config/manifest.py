@@ -91,9 +91,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return [model for model in self.models if model.is_on(device)]
 
     def service(self, name: str) -> tuple[EngineSpec, ModelSpec]:
-        """The engine service called `name`, and its model. Raises ManifestError where there is
-        none.
-        """
+        """The engine service called `name`, and its model. Raises ManifestError without one."""
         for engine in self.engines:
             if engine.name == name:
                 return engine, next(m for m in self.models if m.name == engine.model)

@@ -81,8 +81,8 @@ class ServeOptions:
     socket_dir: Path | None = None
     loaders_ahead: int | None = None
     loader_command: Sequence[str] | None = None
-    # Whether what failed and may succeed later is tried again here; if not, a daemon with nothing
-    # to serve ends with status 1.
+    # Whether the daemon tries passing failures again; if not, a daemon with nothing to serve ends
+    # with status 1.
     retry: bool = True
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
@@ -114,8 +114,10 @@ def _raise_descriptor_limit() -> None:
 
 
 def _store_limit() -> int:
-    """How many descriptors the manager keeps for us. Older ones do not say: a drop-in that raises
-    FileDescriptorStoreMax= sets FDSTORE= in Environment= there as well.
+    """The number of descriptors that the manager keeps for us.
+
+    Older managers do not tell: a drop-in that raises FileDescriptorStoreMax= must set FDSTORE= in
+    Environment= too.
     """
     said = os.environ.get("FDSTORE", "")
     return int(said) if said.isdecimal() else fdstore.DEFAULT_MAX
@@ -278,9 +280,7 @@ class Daemon:
         return None
 
     async def _first_reconcile(self) -> int | None:
-        """Load what is missing. Returns the failure's exit status when nothing can be served, now
-        or later.
-        """
+        """Load missing caches. Returns the exit status if nothing can be served, now or later."""
         try:
             outcomes = await self.reconciler.run(starting=True)
         except ManifestError as e:

@@ -110,8 +110,10 @@ def plan(
     only: Collection[str],
     starting: bool = False,
 ) -> Plan:
-    """The caches to load, keep and drop. stale: caches that a load would make anew; empty `only`:
-    all. A daemon that is `starting` leaves what was set aside before as it is.
+    """The caches to load, keep and drop.
+
+    stale: caches that a load would make differently; empty `only`: all. A daemon that is `starting`
+    does not load caches that were dropped before.
     """
     aside = caches.aside() if starting else {}
     chosen = [want for want in wanted if (not only or want.name in only) and want.name not in aside]
@@ -130,7 +132,7 @@ def plan(
 
 
 def is_current(want: Wanted, caches: Caches, stale: Collection[str]) -> bool:
-    """Whether what is served is what is wanted."""
+    """Whether the served generation is the wanted one."""
     cache = caches.get(want.name)
     served = cache.generation if cache else None
     return served is not None and served.spec_digest == want.spec_digest and want.name not in stale
@@ -186,8 +188,8 @@ class Reconciler:
         starting: bool = False,
         along: bool = False,
     ) -> list[CacheOutcome]:
-        """Read the manifest and reconcile. `along`: what is current loads too, for another rank of
-        its group.
+        """Read the manifest and reconcile. along: load current caches too, for another rank of
+        their group.
 
         Raises ManifestError, UnknownCacheError; nothing has changed then.
         """
@@ -239,14 +241,16 @@ class Reconciler:
                 self._caches.changed.fire()
 
     async def retry(self) -> None:
-        """Load what is due to be tried again, as the manifest was when it was last read."""
+        """Load the caches that are due to be tried again, by the manifest as last read."""
         async with self._lock:
             due = self.retries.take_due()
             stale = await self._find_stale([self._wanted[n] for n in due if n in self._wanted])
             todo: list[Wanted] = []
             for name in due:
-                want = self._wanted.get(name)
-                if want is None or is_current(want, self._caches, stale):
+                want, cache = self._wanted.get(name), self._caches.get(name)
+                # Dropped while we looked.
+                dropped = cache is not None and cache.state == "released"
+                if want is None or dropped or is_current(want, self._caches, stale):
                     self.retries.settled(name)
                 else:
                     self._queue(want)
@@ -269,8 +273,9 @@ class Reconciler:
         return wanted
 
     def _chosen(self, only: Collection[str], wanted: list[Wanted]) -> set[str]:
-        """The caches that `only` names, each by its own name or by its model's. Raises
-        UnknownCacheError where it names none of this device.
+        """The caches that `only` names, each by its own name or its model's.
+
+        Raises UnknownCacheError if none is on this device.
         """
         known = {want.name for want in wanted} | {cache.name for cache in self._caches}
         chosen = {x for x in known if x in only or x.rpartition("/")[0] in only}
@@ -282,7 +287,7 @@ class Reconciler:
         return chosen
 
     async def _find_stale(self, wanted: Sequence[Wanted]) -> set[str]:
-        """Caches that are served, and not what a load would make now."""
+        """Served caches that a load would make differently now."""
         stale = set()
         look = self._look()
         for want in wanted:
@@ -450,18 +455,14 @@ class Reconciler:
         return CacheOutcome(cache=name, outcome="dropped")
 
     async def forget(self, name: str) -> None:
-        """Stop serving a cache that the manifest lacks and free its memory, engines' own mappings
-        apart.
-        """
+        """Stop serving a cache that the manifest lacks; free its memory, except engines' mappings."""
         generation = self._caches.remove(name)
         self.retries.settled(name)
         if generation is not None:
             await self._retire(generation)
 
     async def drop(self, cache: Cache) -> None:
-        """Stop serving a cache until a reload asks for it, and free its memory, engines' own
-        mappings apart.
-        """
+        """Stop serving a cache until a reload; free its memory, except engines' mappings."""
         self.retries.settled(cache.name)
         await self._set_aside(cache.drop())
 
@@ -496,7 +497,7 @@ class Reconciler:
             try:
                 await asyncio.to_thread(self._store.note_aside, aside)
             except StoreError as e:
-                log.warning("a restart will load again what was dropped error=%s", e)
+                log.warning("a restart will load dropped caches again error=%s", e)
             else:
                 self._noted = aside
 

@@ -369,7 +369,7 @@ class Session:
         elif (
             not request.force
             and cache.generation is not None
-            # Those on an older generation keep what they map, whatever becomes of this one.
+            # Engines on an older generation keep it in any case.
             and (awake := service.leases.awake(cache.generation))
         ):
             pids = ", ".join(str(lease.pid) for lease in awake)

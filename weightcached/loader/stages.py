@@ -118,7 +118,7 @@ class Load:
         return key
 
     def _key_before(self) -> WeightCacheKey:
-        """The key, with the record of what an engine would choose now, which is there to be read."""
+        """The key, with the record of the files that an engine would choose now: all of them exist."""
         failure = fetch(self._vllm_config, self._model_config)
         try:
             key = build_key(self._vllm_config, self._model_config, role=self._job.role)
@@ -143,10 +143,10 @@ class Load:
         )
 
     def _explain_no_room(self, total: int) -> str:
-        """What limits the memory or holds it, and what to do."""
+        """The limit or the holders of the memory, and a remedy."""
         if self._backend.name == "host" and (limit := memory_room()) and limit.limit == total:
             return (
-                f"the limit is {limit.file}: raise MemoryMax= of the unit or of what it runs in, "
+                f"the limit is {limit.file}: raise MemoryMax= of the unit or of its slice, "
                 "or use another device"
             )
         held = (
@@ -184,7 +184,7 @@ class Load:
         return model, watch.read(str(self._vllm_config.load_config.load_format))
 
     def _check_unchanged(self, read: CheckpointIdentity) -> CheckpointIdentity:
-        """The record with its sample. Raises LoadError if a file is another by now."""
+        """The record of the files read, with its sample. Raises LoadError if one has changed."""
         if changed := changed_files(read):
             raise LoadError(
                 f"{self._job.cache}: {changed[0]} in {read.root} changed while it was loaded: "

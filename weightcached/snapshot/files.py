@@ -16,9 +16,9 @@
             38      …      msgpack of SnapshotHeader
 
 Every byte is under a digest: the header's own, the index's own, and one xxh3-128 for each chunk of
-the data. They guard against torn writes and failing disks, not against a forger: whoever may write
-to this directory could as well replace the weights themselves. So nothing is read from a directory
-or file that another user owns or may write to.
+the data. They guard against torn writes and failing disks, not against a forger, who could replace
+the weights themselves in this directory. So nothing is read from a directory or file that another
+user owns or may write to.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_NBYTES, max_length=DIGEST_NBYTE
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the data is. `segments` are sizes in bytes; `chunks` the xxh3-128 digests, big-endian.
+    """The layout of the data. segments: sizes in bytes; chunks: xxh3-128 digests, big-endian.
 
-    A chunk has `chunk_nbytes` bytes, or what is left of its segment: none spans two segments.
+    A chunk has `chunk_nbytes` bytes, or the rest of its segment: none spans two segments.
     """
 
     software: str
@@ -122,8 +122,9 @@ class Snapshot:
 
 
 def default_directory() -> Path:
-    """$XDG_CACHE_HOME/weightcached/snapshots, else ~/.cache/weightcached/snapshots. Raises
-    SnapshotError without either.
+    """$XDG_CACHE_HOME/weightcached/snapshots, else ~/.cache/weightcached/snapshots.
+
+    Raises SnapshotError without either.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(base):
@@ -135,7 +136,7 @@ def default_directory() -> Path:
 
 
 def cache_directory(root: Path, device: str, cache: str) -> Path:
-    """Where the snapshots of one cache are. A model's name has no slash, so names do not meet."""
+    """The directory of one cache's snapshots. A model's name has no slash, so names do not collide."""
     return root / device / cache.replace("/", ".")
 
 
@@ -156,7 +157,7 @@ def encode_header(header: SnapshotHeader) -> bytes:
 
 
 def decode_header(data: bytes) -> SnapshotHeader:
-    """Check and decode a header. Raises SnapshotError that says what is wrong with it."""
+    """Check and decode a header. Raises SnapshotError with the reason."""
     if len(data) < _PREFIX.size:
         raise SnapshotError(f"its header has {len(data)} bytes, fewer than {_PREFIX.size}")
     magic, version, digest = _PREFIX.unpack_from(data)
@@ -206,7 +207,7 @@ def open_snapshot(path: Path) -> Snapshot:
 
 
 def list_snapshots(root: Path, device: str, cache: str) -> list[Path]:
-    """The complete snapshots of a cache, newest first; empty where the directory cannot be read."""
+    """The complete snapshots of a cache, newest first; empty if the directory cannot be read."""
     found: list[tuple[float, Path]] = []
     with suppress(OSError), os.scandir(cache_directory(root, device, cache)) as entries:
         for entry in entries:
@@ -217,9 +218,7 @@ def list_snapshots(root: Path, device: str, cache: str) -> list[Path]:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user may enter, or check one that is there. Raises
-    SnapshotError.
-    """
+    """Make a directory for this user alone, or check an existing one. Raises SnapshotError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
@@ -228,7 +227,7 @@ def make_private(directory: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> int:
-    """Remove what writers that died have left in a cache's directory. Returns how many."""
+    """Remove the remains of dead writers in a cache's directory. Returns their number."""
     removed = 0
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

@@ -26,8 +26,8 @@ from weightcached.wire.delivery import DaemonChannel, run_job
 from weightcached.wire.loader_job import LoaderJob
 from weightcached.wire.messages import LoaderKey
 
-# Twelve readers reached what the page cache and the bus give (bench/README.md); each holds a
-# chunk's worth of page-locked memory on a GPU.
+# Twelve readers reached the speed of page cache and bus (bench/README.md); on a GPU each holds a
+# chunk of page-locked memory.
 _MOST_READERS = 12
 
 

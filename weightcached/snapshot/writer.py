@@ -2,8 +2,8 @@
 
 Started by the daemon once a generation is served, with the interpreter of the model's engine, whose
 CUDA bindings read device memory. It asks the daemon for the generation's descriptors as `verify`
-does, and maps them read-only. It runs at the lowest priority; killed at any moment it leaves a
-directory that nobody takes for a snapshot and that the next writer removes.
+does, and maps them read-only. It runs at the lowest priority; if it is killed, it leaves a
+directory that does not count as a snapshot and that the next writer removes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ from weightcached.wire.fetch import fetch_generation
 
 # Small enough that the allocator gives the same memory again.
 _PIECE_NBYTES = 8 << 20
-# Left free on the file system beside what is written: others write there, too.
+# Left free on the file system, because others write there too.
 _SPARE_NBYTES = 256 << 20
 
 
 class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation to write. `keep` counts the snapshots of this cache that stay, this one
-    included; `max_bytes` bounds all snapshots under `root`, 0 for no bound.
+    """One generation to write.
+
+    keep: number of snapshots of this cache that stay, this one included; max_bytes: limit of all
+    snapshots under `root`, 0 for none.
     """
 
     root: str
@@ -59,9 +61,7 @@ class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> int:
-    """Do the job on standard input. Returns the exit status; the reason is the last line of
-    standard error.
-    """
+    """Do the job on stdin. Returns the exit status; the last line on stderr is the reason."""
     die_with_parent()
     os.nice(19)
     try:
@@ -75,9 +75,9 @@ def main() -> int:
 
 
 def run(job: WriterJob) -> Path:
-    """Write the generation and remove older snapshots of its cache. Returns where it is.
+    """Write the generation and remove older snapshots of its cache. Returns its path.
 
-    Raises SnapshotError, and what fetch_generation() raises.
+    Raises SnapshotError, and as fetch_generation().
     """
     root, directory = Path(job.root), cache_directory(Path(job.root), job.device, job.cache)
     for each in (root, directory.parent, directory):
@@ -145,7 +145,7 @@ def _write(
     temporary = path.parent / f".{os.urandom(8).hex()}"
     temporary.mkdir(mode=0o700)
     with OwnedFd(os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as lock:
-        # Held while we live: what is not locked was left by a writer that died.
+        # Held while we live: an unlocked directory belongs to a dead writer.
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         try:
             segments = [segment.nbytes for segment in index.segments]
@@ -186,7 +186,7 @@ def _write_chunks(data: OwnedFd, segments: list[int], mapping: Mapping) -> Itera
             hasher.update(piece)
             _write_all(data, piece)
         # Chunk by chunk, so that the sync at the end does not hold up everybody's writes at once.
-        # The pages stay in the cache: they are what a restart reads.
+        # The pages stay in the cache, for a restart.
         os.fdatasync(data.fileno())
         yield hasher.digest()
 

@@ -99,9 +99,9 @@ class Reload(Message, frozen=True):
     ReloadReply.
 
     With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target", or
-    "llama-8b" for all of a model's; empty means all. Names that are unknown here are passed over
-    unless all are. `along` comes from another rank of a group, which lost its generation: load with
-    it, and go on serving what is served.
+    "llama-8b" for all of a model's; empty means all. Unknown names are ignored, unless all are
+    unknown. `along` comes from another rank of a group, which lost its generation: load with it,
+    and go on serving the own generation.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
@@ -179,8 +179,9 @@ class Descriptors(Message, frozen=True):
 
 
 class LoadMessage(Message, frozen=True):
-    """Base of what tells how far a cache's load is. Bytes count within the phase; `eta_s` is None
-    until it can be estimated.
+    """Base of messages about a load's progress. Bytes count within the phase.
+
+    `eta_s` is None until it can be estimated.
     """
 
     cache: Name
@@ -210,8 +211,10 @@ class Mismatch(Message, frozen=True):
 
 
 class NeedDigest(Message, frozen=True):
-    """Undecided on the checkpoint: send the request again with the record of `files`, by the
-    engine's names and in this order, and their digest of `rung`; rung `files`: the record alone.
+    """Undecided on the checkpoint: send the request again with more of the record.
+
+    It needs the record of `files`, by the engine's names and in this order, and their digest of
+    `rung`; rung `files`: the record alone.
     """
 
     rung: Literal["files", "sample", "full"]
@@ -232,9 +235,7 @@ class Failed(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """The matching cache was released by an engine in copy mode, or dropped; reload brings it
-    back.
-    """
+    """The matching cache was released by an engine in copy mode, or dropped. Reload brings it back."""
 
     cache: Name
 
@@ -276,7 +277,8 @@ class ReloadReply(Message, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's lease, and the generation that it maps; a daemon of an older version names none.
+    """One engine's lease, and the generation that it maps, which older daemons do not name.
+
     A parked engine sleeps, and would unmap if asked.
     """
 
@@ -300,7 +302,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One cache as `weightcachectl status --json` prints it; other tools read these names.
 
     `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
-    load is tried again; None if it is not. `warning` is what to know of a cache that is served.
+    load is tried again; None if it is not. `warning` is a note about a served cache.
     """
 
     name: Name
