@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from weightcached import __version__
 from weightcached.daemon import fdstore
 from weightcached.daemon.caches import Aside, Cache, Caches, Generation
@@ -35,6 +37,7 @@ from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
@@ -216,6 +219,7 @@ class Daemon:
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
         digest = partial(make_full_digest, on_progress=self._notifier.digesting)
         self.matcher = Matcher(self.caches, self.device, digest)
+        self._snapshots = Snapshots(self.device, endpoint.socket.parent)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -229,6 +233,7 @@ class Daemon:
             manifest=options.manifest,
             ahead=options.loaders_ahead,
             look=partial(Staleness, self.matcher.full_digest, digest),
+            snapshots=self._snapshots,
             unmap_parked=self.leases.unmap_parked,
             peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
         )
@@ -313,6 +318,7 @@ class Daemon:
         self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
         await end_tasks(*self._tasks)
+        await self._snapshots.close()
         await self.matcher.close()
         self._write(stopped=True)
         # 3. Engines: they keep their mappings.
@@ -390,7 +396,9 @@ class Daemon:
 
     def _cache_status(self, cache: Cache) -> CacheStatus:
         retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
-        return cache.status(self.leases, retry_at=retry_at)
+        status = cache.status(self.leases, retry_at=retry_at)
+        outcome = self._snapshots.outcome(cache.generation) if cache.generation else ""
+        return msgspec.structs.replace(status, snapshot=outcome)
 
     async def _write_resident(self) -> None:
         """Keep the file beside the socket as true as an answer would be."""
