@@ -139,9 +139,9 @@ class Supervisor:
         self.spec = spec
         self.service = Service(standby=spec.standby)
         self._options = options
-        self._directory = directory
         # As /proc names it.
-        self._fence = directory.resolve() / "fence"
+        self._directory = directory.resolve()
+        self._fence = self._directory / "fence"
         self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = Turns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
