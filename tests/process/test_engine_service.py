@@ -61,6 +61,14 @@ def test_nursery_in_which_a_fork_does_not_work_is_not_used(make: Make) -> None:
     assert "executed, not forked: a fork that was tried ended with status 7\n" in service.log
 
 
+def test_engine_that_fails_after_a_fork_is_executed_the_next_time(make: Make) -> None:
+    service = make(arguments={"x_no_fork": True}).start()
+    assert service.get()["engine"] == 2
+    service.until_standby()
+    assert "starting: it does not start after a fork" in service.log
+    assert service.log.count(" executed") == 2, "also the standby"
+
+
 @pytest.mark.parametrize("victim", ["pid", "core"])
 def test_death_of_any_process_brings_the_parked_engine(make: Make, victim: str) -> None:
     service = make().start()

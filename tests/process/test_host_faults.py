@@ -131,7 +131,9 @@ def test_runtime_directory_that_is_removed_is_made_again(
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as engine:
         handout = engine.attach(key)
-        shutil.rmtree(daemon.runtime)
+        # Renamed first: the daemon may write into it while its files are being removed.
+        gone = daemon.runtime.rename(daemon.runtime.with_suffix(".gone"))
+        shutil.rmtree(gone)
         until(
             lambda: "our socket was removed, it is made again" in daemon.log,
             "the daemon has noticed",

@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine is started with. `directory` is its own, in the service's; `listen` is the
     public address as the manifest has it. `parked`: another engine serves, so start without the
     memory of a KV cache where that can be done. kv_cache_bytes: what an equal engine measured, 0
-    if unknown.
+    if unknown. `remembered` are facts of the last first start with the same arguments.
     """
 
     service: str
@@ -50,7 +50,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     parked: bool = False
     kv_cache_bytes: int = 0
-    forked: bool = False
+    devices: list[str] = []
+    remembered: dict[str, Any] = {}
 
     @property
     def fence(self) -> Path:

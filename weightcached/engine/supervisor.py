@@ -35,11 +35,10 @@ from weightcached.engine.states import Action, Engine, Phase, Service
 from weightcached.engine.tree import TreeError, become_subreaper
 from weightcached.engine.turns import Turns
 from weightcached.errors import (
-    EXIT_BUSY,
     EXIT_FAILURE,
     EngineError,
     RuntimePathError,
-    WeightcachedError,
+    ServiceBusyError,
 )
 from weightcached.system.notify import inherited, watchdog_period_s
 from weightcached.system.paths import (
@@ -68,13 +67,6 @@ MAX_FIRST_FAILURES = 3
 _EXTEND_PERIOD_S = 10.0
 _EXTEND_S = 60
 _LOST_TIMEOUT_S = 5.0
-
-
-class ServiceBusyError(WeightcachedError):
-    """Another supervisor keeps this service."""
-
-    code = "service-busy"
-    exit_status = EXIT_BUSY
 
 
 @dataclass(frozen=True)
@@ -147,8 +139,9 @@ class Supervisor:
         self.spec = spec
         self.service = Service(standby=spec.standby)
         self._options = options
-        self._directory = directory
-        self._fence = directory / "fence"
+        # As /proc names it.
+        self._directory = directory.resolve()
+        self._fence = self._directory / "fence"
         self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = Turns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
@@ -160,6 +153,9 @@ class Supervisor:
         self._public: socket.socket
         self._nursery: Nursery | None = None
         self._nursery_told = False
+        self._forked: set[int] = set()
+        # The last engine that failed to start was a forked one: is it the fork?
+        self._distrusts_fork = False
         self._spawned: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
@@ -401,11 +397,12 @@ class Supervisor:
         listener = control.listen(job.control_socket)
         with listener:
             pid = None
-            if self.spec.nursery:
+            if self.spec.nursery and not self._distrusts_fork:
                 pid = await self._fork(job, plan, listener.fileno())
-            how = "forked"
-            if pid is None:
-                how = "executed"
+            how = "executed" if pid is None else "forked"
+            if pid is not None:
+                self._forked.add(engine.number)
+            else:
                 pid = start_by_exec(
                     plan.python, self._options.module, job, plan.environment,
                     self._public.fileno(), listener.fileno(),
@@ -433,7 +430,7 @@ class Supervisor:
         """A new version may come with another vLLM: it imports anew."""
         if self._nursery is not None:
             self._nursery.close()
-        self._nursery, self._nursery_told = None, False
+        self._nursery, self._nursery_told, self._distrusts_fork = None, False, False
 
     def _follow(self, record: Record) -> None:
         number = record.number
@@ -532,6 +529,9 @@ class Supervisor:
         log.error("engine=%d %s: %s", number, engine.phase.value, reason)
         if engine.phase is Phase.SERVING and self._died_s is None:
             self._died_s = time.monotonic()
+        if engine.phase is Phase.STARTING:
+            self._distrusts_fork = number in self._forked
+        self._forked.discard(number)
         self.service.failed(number, reason, time.monotonic())
         if not self.service.proven:
             self._has_share = False

@@ -203,7 +203,7 @@ def freeze_heap() -> None:
 
 
 def all_ranks(ok: bool, role: str) -> bool:
-    """Whether every rank says yes; one small collective, none where the rank is alone."""
+    """Whether every rank says yes; one small collective, none for a single rank."""
     from vllm.distributed import get_tp_group, get_world_group
 
     # Only the last pipeline stage loads a draft, so the world would wait for ranks that never come.

@@ -217,10 +217,10 @@ def _multimodal(config: Any) -> str:
 
 
 def _lora(config: Any, model_config: Any) -> str:
-    """Where adapters change how the base is laid out.
+    """Parts of the base whose layout changes for adapters.
 
-    They wrap layers that are loaded already. But experts get kernels that adapters can be added to,
-    with a layout of their own, and towers are built otherwise where adapters may go there.
+    Adapters wrap layers that are loaded already. But experts get kernels for adapters, with another
+    layout, and towers are built differently if adapters may be added to them.
     """
     if config is None:
         return ABSENT

@@ -1,0 +1,116 @@
+"""Are engines slower to start beside the child that makes the full digest? Starts of both kinds, in turn.
+
+The digest runs again and again, over all files of the checkpoint, for as long as the engine starts:
+more than it ever does beside a daemon, which makes it once. With `--load-format ipc_cache` a daemon
+must serve the model.
+
+    python bench/beside_digest.py --model /models/llama-8b --load-format ipc_cache --runs 5
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from weightcached.checkpoint.identity import record_checkpoint
+
+START = """
+import json, os, sys, time
+if __name__ == "__main__":
+    began = time.monotonic()
+    from vllm import LLM
+    imported = time.monotonic()
+    LLM(**json.loads(sys.argv[1]))
+    print("SECONDS", time.monotonic() - imported, time.monotonic() - began, flush=True)
+    os._exit(0)
+"""
+# Digests that were kept would not be made again.
+WITHOUT_CACHE = {"XDG_CACHE_HOME": "/proc/nowhere"}
+
+
+@contextmanager
+def digesting(model: str) -> Iterator[list[float]]:
+    """Make digests, one after the other, during the block; the seconds that each took."""
+    record = msgspec.json.encode(record_checkpoint(model))
+    with tempfile.NamedTemporaryFile() as job:
+        job.write(record)
+        job.flush()
+        digest = f"{sys.executable} -m weightcached.checkpoint.identity full < {job.name}"
+        loop = f"while :; do {digest} > /dev/null; echo; done"
+        child = subprocess.Popen(
+            ["sh", "-c", loop], env=os.environ | WITHOUT_CACHE, stdout=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        took: list[float] = []
+        began = time.monotonic()
+        try:
+            yield took
+        finally:
+            seconds = time.monotonic() - began
+            os.killpg(child.pid, 9)
+            done = child.communicate()[0].count(b"\n")
+            took += [seconds / done] * done if done else []
+
+
+def start(engine: dict[str, Any]) -> tuple[float, float]:
+    """(seconds without imports, seconds in all) of one engine start."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(START)
+        script.flush()
+        done = subprocess.run(
+            [sys.executable, script.name, json.dumps(engine)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    for line in done.stdout.splitlines():
+        if line.startswith("SECONDS "):
+            _, engine_s, all_s = line.split()
+            return float(engine_s), float(all_s)
+    raise SystemExit(done.stderr[-3000:])
+
+
+@click.command()
+@click.option("--model", required=True, help="A directory, or a Hub id in the local cache.")
+@click.option("--load-format", default="ipc_cache", show_default=True)
+@click.option("--engine", default="{}", help="More engine arguments, as JSON.")
+@click.option("--runs", default=5, show_default=True, help="Starts of each kind.")
+@click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures here.")
+def main(model: str, load_format: str, engine: str, runs: int, out: Path | None) -> None:
+    arguments = {"model": model, "load_format": load_format, "skip_tokenizer_init": True}
+    arguments |= json.loads(engine)
+    start(arguments)  # compiled code, page cache
+    figures: dict[str, list[tuple[float, float]]] = {"alone": [], "beside": []}
+    digests: list[float] = []
+    for _ in range(runs):
+        figures["alone"].append(start(arguments))
+        with digesting(model) as took:
+            figures["beside"].append(start(arguments))
+        digests += took
+    click.echo(f"{'':8} {'start':>8} {'with imports':>13}   (medians, seconds, of {runs})")
+    for kind, pairs in figures.items():
+        engine_s, all_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+        click.echo(f"{kind:8} {engine_s:8.2f} {all_s:13.2f}")
+    click.echo(
+        f"digests made meanwhile: {len(digests)}, {statistics.mean(digests or [0]):.2f} s each"
+    )
+    if out is not None:
+        out.write_text(json.dumps({"figures": figures, "digests": digests}))
+
+
+if __name__ == "__main__":
+    main()
