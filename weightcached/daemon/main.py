@@ -35,7 +35,7 @@ from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
-from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
+from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
 from weightcached.daemon.snapshots import Snapshots
@@ -46,6 +46,7 @@ from weightcached.errors import (
     DeviceBusyError,
     ManifestError,
     RuntimePathError,
+    UnknownCacheError,
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir, socket_path
@@ -58,6 +59,7 @@ from weightcached.wire.messages import (
     Refused,
     ReloadReply,
     StatusReply,
+    refusal,
 )
 from weightcached.wire.resident import boot_id
 
@@ -356,7 +358,7 @@ class Daemon:
         """
         if self._reloads >= MAX_RELOADS:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
-            return Refused(code="busy", message=message)
+            return refusal("busy", message)
         self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only, along=along))
         task.add_done_callback(self._reload_ended)
@@ -373,7 +375,7 @@ class Daemon:
             except ManifestError as e:
                 return ReloadReply(error=str(e))
             except UnknownCacheError as e:
-                return Refused(code="unknown-cache", message=str(e))
+                return Refused(code=e.code, message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
 

@@ -38,7 +38,7 @@ from weightcached.daemon.notify import Notifier
 from weightcached.daemon.retries import Retries
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
-from weightcached.errors import ManifestError
+from weightcached.errors import ManifestError, UnknownCacheError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
@@ -99,10 +99,6 @@ class QueuedRun:
 def loaders_ahead() -> int:
     """How many children may import ahead: each takes a core, and 1 to 2 GB of host memory."""
     return min(_MAX_AHEAD, (os.cpu_count() or 1) // _CORES_FOR_EACH_AHEAD)
-
-
-class UnknownCacheError(Exception):
-    """A reload names a cache that neither the manifest nor the daemon has."""
 
 
 def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from weightcached.checkpoint.identity import MAX_FILES
 from weightcached.checkpoint.identity import Name as FileName
-from weightcached.errors import ProtocolError
+from weightcached.errors import ProtocolError, Refusal
 from weightcached.index.key import WeightCacheKey
 
 PROTOCOL_VERSION = 1
@@ -161,6 +161,11 @@ class Refused(Message, frozen=True):
 
     code: Name
     message: Text
+
+
+def refusal(code: Refusal, message: str) -> Refused:
+    """A Refused that no error stands for."""
+    return Refused(code=code, message=message)
 
 
 class Ready(Message, frozen=True):
