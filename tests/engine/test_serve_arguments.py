@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightcached.vllm_compat.serve_arguments import ArgumentError, parse
+from weightcached.errors import ArgumentError
+from weightcached.vllm_compat.serve_arguments import parse
 
 
 @pytest.fixture(autouse=True)
