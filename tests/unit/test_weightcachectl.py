@@ -112,6 +112,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "error": "",
                         "retry_at": None,
                         "warning": "",
+                        "snapshot": "",
                         "engines": [
                             {
                                 "pid": 4242,
