@@ -21,6 +21,7 @@ from weightcached import __version__
 from weightcached.checkpoint.identity import with_files, with_full, with_sample
 from weightcached.errors import (
     CacheConfigMismatchError,
+    Cause,
     ProtocolError,
     WeightcachedError,
     WeightCacheUnavailableError,
@@ -149,7 +150,7 @@ def _connect_once(path: Path, timeout_s: float) -> Connection:
         if type(e) is not WeightcachedError:
             raise
         # A refusal whose code has no class of its own here.
-        code = e.code if e.code == "protocol-version" else "refused"
+        code: Cause = "protocol-version" if e.code == "protocol-version" else "refused"
         raise WeightCacheUnavailableError(f"the daemon refused: {e}", code=code) from e
 
 

@@ -18,11 +18,9 @@ from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.wire.messages import CacheState, CacheStatus, LoadMessage, Role
+from weightcached.wire.messages import CacheState, CacheStatus, LoadMessage, Role, Source
 
 _M = TypeVar("_M", bound=LoadMessage)
-Source = Literal["loaded", "adopted"]
-
 # The allowed transitions. A ready cache stays ready while its next generation loads, and if that
 # fails.
 TRANSITIONS: dict[CacheState, frozenset[CacheState]] = {

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from weightcached import __version__
 from weightcached.daemon import fdstore
 from weightcached.daemon.caches import Aside, Cache, Caches, Generation
@@ -32,9 +34,10 @@ from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
-from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
+from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
@@ -42,6 +45,7 @@ from weightcached.errors import (
     DeviceBusyError,
     ManifestError,
     RuntimePathError,
+    UnknownCacheError,
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir, socket_path
@@ -54,6 +58,7 @@ from weightcached.wire.messages import (
     Refused,
     ReloadReply,
     StatusReply,
+    refusal,
 )
 from weightcached.wire.resident import boot_id
 
@@ -214,6 +219,7 @@ class Daemon:
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
         digest = partial(make_full_digest, on_progress=self._notifier.digesting)
         self.matcher = Matcher(self.caches, self.device, digest)
+        self._snapshots = Snapshots(self.device, endpoint.socket.parent)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -227,6 +233,7 @@ class Daemon:
             manifest=options.manifest,
             ahead=options.loaders_ahead,
             look=partial(Staleness, self.matcher.full_digest, digest),
+            snapshots=self._snapshots,
             unmap_parked=self.leases.unmap_parked,
             peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
         )
@@ -311,6 +318,7 @@ class Daemon:
         self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
         await end_tasks(*self._tasks)
+        await self._snapshots.close()
         await self.matcher.close()
         self._write(stopped=True)
         # 3. Engines: they keep their mappings.
@@ -346,7 +354,7 @@ class Daemon:
         """
         if self._reloads >= MAX_RELOADS:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
-            return Refused(code="busy", message=message)
+            return refusal("busy", message)
         self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only, along=along))
         task.add_done_callback(self._reload_ended)
@@ -363,7 +371,7 @@ class Daemon:
             except ManifestError as e:
                 return ReloadReply(error=str(e))
             except UnknownCacheError as e:
-                return Refused(code="unknown-cache", message=str(e))
+                return Refused(code=e.code, message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
 
@@ -388,7 +396,9 @@ class Daemon:
 
     def _cache_status(self, cache: Cache) -> CacheStatus:
         retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
-        return cache.status(self.leases, retry_at=retry_at)
+        status = cache.status(self.leases, retry_at=retry_at)
+        outcome = self._snapshots.outcome(cache.generation) if cache.generation else ""
+        return msgspec.structs.replace(status, snapshot=outcome)
 
     async def _write_resident(self) -> None:
         """Keep the file beside the socket as true as an answer would be."""

@@ -13,6 +13,8 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -33,8 +35,9 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.retries import Retries
+from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
-from weightcached.errors import ManifestError
+from weightcached.errors import ManifestError, UnknownCacheError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
@@ -57,7 +60,13 @@ class Loader(Protocol):
     """Runs one loader child, as LoaderRun does."""
 
     def __call__(
-        self, request: LoadRequest, *, on_progress: OnProgress, on_key: OnKey, turn: asyncio.Event
+        self,
+        request: LoadRequest,
+        *,
+        on_progress: OnProgress,
+        on_key: OnKey,
+        turn: asyncio.Event,
+        command: Sequence[str] = ...,
     ) -> LoaderRun: ...
 
 
@@ -89,10 +98,6 @@ class QueuedRun:
 def loaders_ahead() -> int:
     """How many children may import ahead: each takes a core, and 1 to 2 GB of host memory."""
     return min(_MAX_AHEAD, (os.cpu_count() or 1) // _CORES_FOR_EACH_AHEAD)
-
-
-class UnknownCacheError(Exception):
-    """A reload names a cache that neither the manifest nor the daemon has."""
 
 
 def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:
@@ -158,6 +163,7 @@ class Reconciler:
         manifest: Path | None,
         ahead: int | None = None,
         look: Callable[[], Staleness],
+        snapshots: Snapshots,
         unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
         peers: GroupPeers | None = None,
     ) -> None:
@@ -173,6 +179,7 @@ class Reconciler:
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
+        self._snapshots = snapshots
         self._lock = asyncio.Lock()
         # Failed caches that may load if tried again without a change.
         self.retries = Retries()
@@ -201,7 +208,8 @@ class Reconciler:
             try:
                 wanted = await self._read_manifest()
                 chosen = self._chosen(only, wanted)
-                stale = await self._find_stale(wanted)
+                look = self._look()
+                stale = await self._find_stale(wanted, look)
                 todo = plan(
                     wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
                 )
@@ -217,7 +225,8 @@ class Reconciler:
                 self.settled.set()
             await self._note_aside()
             self._caches.changed.fire()
-            outcomes += await self._load_all(todo.load)
+            # Who forces a reload distrusts what is there, the snapshots too.
+            outcomes += await self._load_all(todo.load, None if force else look)
             if along:
                 await self._load_along(todo.unchanged)
             return outcomes
@@ -231,7 +240,7 @@ class Reconciler:
             # Asked for by several that were lost, they all met the first time.
             if cache.generation is None or not await self._peers.lacks(want):
                 continue
-            run = self._start(want, at_once=True)
+            run = self._start(want, None, at_once=True)
             try:
                 delivery = await run.delivery()
             except (LoadFailedError, OSError) as e:
@@ -248,7 +257,9 @@ class Reconciler:
         """Load the caches that are due to be tried again, by the manifest as last read."""
         async with self._lock:
             due = self.retries.take_due()
-            stale = await self._find_stale([self._wanted[n] for n in due if n in self._wanted])
+            look = self._look()
+            known = [self._wanted[name] for name in due if name in self._wanted]
+            stale = await self._find_stale(known, look)
             todo: list[Wanted] = []
             for name in due:
                 want, cache = self._wanted.get(name), self._caches.get(name)
@@ -259,7 +270,7 @@ class Reconciler:
                 else:
                     self._queue(want)
                     todo.append(want)
-            await self._load_all(todo)
+            await self._load_all(todo, look)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -271,6 +282,7 @@ class Reconciler:
             log.error("manifest refused error=%s", e)
             raise
         self.manifest_error = ""
+        self._snapshots.spec = manifest.snapshots
         wanted = wanted_caches(manifest, self._device)
         if not wanted:
             log.warning("manifest places no model here manifest=%s device=%s", path, self._device)
@@ -290,10 +302,9 @@ class Reconciler:
             )
         return chosen
 
-    async def _find_stale(self, wanted: Sequence[Wanted]) -> set[str]:
+    async def _find_stale(self, wanted: Sequence[Wanted], look: Staleness) -> set[str]:
         """Served caches that a load would make differently now."""
         stale = set()
-        look = self._look()
         for want in wanted:
             cache = self._caches.get(want.name)
             generation = cache.generation if cache else None
@@ -316,7 +327,10 @@ class Reconciler:
         cache.identity = want.spec.identity
         cache.begin_load()
 
-    async def _load_all(self, wanted: Sequence[Wanted]) -> list[CacheOutcome]:
+    async def _load_all(
+        self, wanted: Sequence[Wanted], look: Staleness | None
+    ) -> list[CacheOutcome]:
+        """Load, or restore where `look` finds a snapshot to be what a load would make."""
         outcomes: list[CacheOutcome] = []
         started: dict[str, QueuedRun] = {}
         left = list(wanted)
@@ -324,7 +338,7 @@ class Reconciler:
             for position, want in enumerate(wanted):
                 for coming in wanted[position : position + 1 + self._ahead]:
                     if coming.name not in started:
-                        started[coming.name] = self._start(coming, at_once=coming is want)
+                        started[coming.name] = self._start(coming, look, at_once=coming is want)
                 outcomes.append(await self._load(want, started[want.name]))
                 left.remove(want)
         finally:
@@ -334,7 +348,15 @@ class Reconciler:
                 await run.discard()
             # Not beside a load, which reads the same disk.
             self._matcher.make_digests()
+            self._write_snapshots()
         return outcomes
+
+    def _write_snapshots(self) -> None:
+        for want in self._wanted.values():
+            cache = self._caches.get(want.name)
+            generation = cache.generation if cache else None
+            if generation is not None and generation.spec_digest == want.spec_digest:
+                self._snapshots.write_later(generation, want.spec.python)
 
     def _give_up(self, want: Wanted) -> None:
         """A fault of ours ended the round before it was this cache's turn, or in it."""
@@ -343,12 +365,12 @@ class Reconciler:
             cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
             self.retries.failed(cache.name)
 
-    def _start(self, want: Wanted, *, at_once: bool) -> QueuedRun:
+    def _start(self, want: Wanted, look: Staleness | None, *, at_once: bool) -> QueuedRun:
         turn = asyncio.Event()
         if at_once:
             turn.set()
         cache = self._caches.ensure(want.name, want.role)
-        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, turn)))
+        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, look, turn)))
 
     async def _load(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
@@ -375,7 +397,9 @@ class Reconciler:
             error=cache.error,
         )
 
-    async def _run_loader(self, cache: Cache, want: Wanted, turn: asyncio.Event) -> Delivery:
+    async def _run_loader(
+        self, cache: Cache, want: Wanted, look: Staleness | None, turn: asyncio.Event
+    ) -> Delivery:
         load = cache.begin_load()
 
         def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
@@ -388,8 +412,26 @@ class Reconciler:
             load.key = key
             self._caches.changed.fire()
 
-        request = self._request(cache, want)
-        return await self._loader(request, on_progress=on_progress, on_key=on_key, turn=turn).run()
+        run = partial(
+            self._loader,
+            self._request(cache, want),
+            on_progress=on_progress,
+            on_key=on_key,
+            turn=turn,
+        )
+        path = await self._snapshots.find(want, look.reason) if look else None
+        if path is not None:
+            try:
+                restored = run(command=self._snapshots.restorer(path, want.spec.python))
+                return replace(await restored.run(), source="restored")
+            except LoadFailedError as e:
+                log.warning(
+                    "snapshot not used, it is loaded cache=%s path=%s reason=%s",
+                    cache.name,
+                    path,
+                    e,
+                )
+        return await run().run()
 
     def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
         placement = want.spec.placement_of(self._device)
@@ -414,7 +456,11 @@ class Reconciler:
         If the daemon dies in between, its successor finds both generations and keeps the newer one.
         """
         generation = Generation(
-            delivery.index, delivery.index_digest, delivery.index_fd, delivery.segment_fds, "loaded"
+            delivery.index,
+            delivery.index_digest,
+            delivery.index_fd,
+            delivery.segment_fds,
+            delivery.source,
         )
         try:
             await asyncio.to_thread(self._store.put, generation)
@@ -507,6 +553,7 @@ class Reconciler:
 
     async def _retire(self, generation: Generation) -> None:
         generation.retire()
+        self._snapshots.stop_writing(generation)
         self._matcher.forget(generation)
         # The client may leave meanwhile; then the store would keep the memory for good.
         await asyncio.shield(asyncio.create_task(self._take_out(generation)))

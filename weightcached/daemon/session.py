@@ -60,6 +60,7 @@ from weightcached.wire.messages import (
     Welcome,
     decode_request,
     encode,
+    refusal,
 )
 
 log = logging.getLogger(__name__)
@@ -142,9 +143,9 @@ class Session:
             raise ProtocolError(f"the first message is {type(hello).__name__}, expected Hello")
         if hello.protocol != PROTOCOL_VERSION:
             await self._send(
-                Refused(
-                    code="protocol-version",
-                    message=f"the peer (weightcached {printable(hello.software, 100) or 'unknown'}) speaks protocol "
+                refusal(
+                    "protocol-version",
+                    f"the peer (weightcached {printable(hello.software, 100) or 'unknown'}) speaks protocol "
                     f"{hello.protocol}, this daemon ({__version__}) speaks {PROTOCOL_VERSION}: install the same "
                     "weightcached on both sides",
                 )
@@ -285,9 +286,7 @@ class Session:
         service = self._service
         if not self._leases:
             await self._send(
-                Refused(
-                    code="no-lease", message="this connection holds no generation: attach first"
-                )
+                refusal("no-lease", "this connection holds no generation: attach first")
             )
             return
         for generation in list(self._leases):
@@ -311,7 +310,7 @@ class Session:
                 f"{printable(request.cache, 300)}: generation {request.generation} is not served any more, the daemon "
                 f"has {have} of it; the weights that the engine has mapped stay valid"
             )
-            await self._send(Refused(code="generation-gone", message=message))
+            await self._send(refusal("generation-gone", message))
             return
         self._begin_lease(generation)
         await self._send(Rejoined())
@@ -358,14 +357,14 @@ class Session:
         cache = service.caches.get(request.cache)
         if cache is None:
             name = printable(request.cache, 300)
-            refusal = Refused(
-                code="unknown-cache",
-                message=f"no cache {name!r} on {service.device}: it has {service.caches.names()}",
+            refused = refusal(
+                "unknown-cache",
+                f"no cache {name!r} on {service.device}: it has {service.caches.names()}",
             )
         elif cache.load is not None:
-            refusal = Refused(
-                code="loading",
-                message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
+            refused = refusal(
+                "loading",
+                f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
             )
         elif (
             not request.force
@@ -374,9 +373,9 @@ class Session:
             and (awake := service.leases.awake(cache.generation))
         ):
             pids = ", ".join(str(lease.pid) for lease in awake)
-            refusal = Refused(
-                code="in-use",
-                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; weights "
+            refused = refusal(
+                "in-use",
+                f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; weights "
                 "that an engine has mapped stay valid",
             )
         else:
@@ -384,7 +383,7 @@ class Session:
             await service.reconciler.drop(cache)
             await self._send(Done())
             return
-        await self._send(refusal)
+        await self._send(refused)
 
     async def _verify(self, request: Verify) -> None:
         cache = self._service.caches.get(request.cache)

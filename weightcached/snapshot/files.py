@@ -1,9 +1,9 @@
 """A snapshot: the tensor index and the segments of one generation, as files.
 
-    <snapshots>/                            0700, the user's; see default_directory()
+    <snapshots>/                            0700, the user's; see config/snapshots.py
         <DEVICE>/
             <model>.<role>/
-                <digest of the index>/      renamed into place once it is complete and synced
+                <name_of() the index>/      renamed into place once it is complete and synced
                     header                  WCSN, see SnapshotHeader
                     index                   WCIX, the tensor index as it was served
                     data                    the segments, one behind the other
@@ -35,10 +35,18 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from weightcached.errors import IndexFormatError, SnapshotError
-from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.index.tensors import (
+    MAX_INDEX_BYTES,
+    LoadReport,
+    TensorIndex,
+    decode,
+    digest_of,
+    encode,
+)
 from weightcached.system.fds import OwnedFd
 
 FORMAT_VERSION = 1
@@ -111,6 +119,29 @@ class Snapshot:
             strict=True,
         )
 
+    def read(self, chunk: Chunk, digest: bytes, window: memoryview) -> None:
+        """Fill the window, of the chunk's size, and check the digest. Raises SnapshotError."""
+        data, got = self.path / "data", 0
+        while got < chunk.nbytes:
+            try:
+                read = os.preadv(self.data.fileno(), [window[got:]], chunk.position + got)
+            except OSError as e:
+                raise SnapshotError(f"cannot read {data}: {e.strerror}") from e
+            if not read:
+                raise SnapshotError(f"{data} became shorter while it was read")
+            got += read
+        if xxhash.xxh3_128_digest(window) != digest:
+            raise SnapshotError(
+                f"{data}: the {chunk.nbytes} bytes at {chunk.position} do not have the digest in the "
+                "header: the file was changed, or the disk fails; 'weightcachectl snapshot rm' removes it"
+            )
+
+    def verify(self) -> None:
+        """Read every chunk. Raises SnapshotError for the first that is wrong."""
+        window = memoryview(bytearray(self.header.chunk_nbytes))
+        for chunk, digest in self.chunks():
+            self.read(chunk, digest, window[: chunk.nbytes])
+
     def close(self) -> None:
         self.data.close()
 
@@ -121,23 +152,19 @@ class Snapshot:
         self.close()
 
 
-def default_directory() -> Path:
-    """$XDG_CACHE_HOME/weightcached/snapshots, else ~/.cache/weightcached/snapshots.
-
-    Raises SnapshotError without either.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):
-        raise SnapshotError(
-            "no directory for snapshots: neither XDG_CACHE_HOME nor HOME names one; "
-            "set snapshots: {dir: …} in the manifest"
-        )
-    return Path(base, "weightcached", "snapshots")
-
-
 def cache_directory(root: Path, device: str, cache: str) -> Path:
     """The directory of one cache's snapshots. A model's name has no slash, so names do not collide."""
     return root / device / cache.replace("/", ".")
+
+
+def name_of(index: TensorIndex) -> str:
+    """The name of a generation's snapshot: 16 hex digits. The same for a generation that was brought
+    back from it, which has another number and belongs to another boot.
+    """
+    lasting = msgspec.structs.replace(
+        index, driver="", boot_id="", generation=0, load=LoadReport(seconds=0.0, finished_at=0.0)
+    )
+    return digest_of(encode(lasting))[:16]
 
 
 def chunks_of(segments: list[int], chunk_nbytes: int) -> Iterator[Chunk]:
@@ -215,6 +242,14 @@ def list_snapshots(root: Path, device: str, cache: str) -> list[Path]:
                 with suppress(OSError):
                     found.append((entry.stat(follow_symlinks=False).st_mtime, Path(entry.path)))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def all_snapshots(root: Path) -> list[tuple[str, str, Path]]:
+    """(device, directory of the cache, path) of every complete snapshot."""
+    return [
+        (data.parts[-4], data.parts[-3], data.parent)
+        for data in sorted(root.glob("*/*/[0-9a-f]*/data"))
+    ]
 
 
 def make_private(directory: Path) -> None:

@@ -27,11 +27,14 @@ from weightcached.segments.api import Mapping, open_backend
 from weightcached.snapshot.files import (
     CHUNK_NBYTES,
     SnapshotHeader,
+    all_snapshots,
     cache_directory,
     chunks_of,
     encode_header,
     list_snapshots,
     make_private,
+    name_of,
+    open_snapshot,
     remove_leftovers,
 )
 from weightcached.system.fds import OwnedFd, close_all
@@ -48,7 +51,7 @@ class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
     """One generation to write.
 
     keep: number of snapshots of this cache that stay, this one included; max_bytes: limit of all
-    snapshots under `root`, 0 for none.
+    snapshots under `root`, 0 for none; replace: write it anew if it is there.
     """
 
     root: str
@@ -58,6 +61,7 @@ class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
     socket_dir: str
     keep: int = 1
     max_bytes: int = 0
+    replace: bool = False
 
 
 def main() -> int:
@@ -91,8 +95,9 @@ def run(job: WriterJob) -> Path:
         raise SnapshotError(
             f"{job.cache} serves generation {index.generation} by now, not {job.generation}"
         )
-    data = index_format.encode(index)
-    path = directory / index_format.digest_of(data)[:16]
+    path = directory / name_of(index)
+    if job.replace or not _is_whole(path):
+        shutil.rmtree(path, ignore_errors=True)
     with ExitStack() as undo:
         undo.callback(close_all, fetched.fds)
         if not path.exists():
@@ -101,10 +106,19 @@ def run(job: WriterJob) -> Path:
             sizes = [segment.nbytes for segment in index.segments]
             mapping = open_backend(job.device).map(fetched.fds, sizes)
             undo.callback(mapping.close)
-            _write(path, data, index, mapping)
+            _write(path, index_format.encode(index), index, mapping)
     for old in list_snapshots(root, job.device, job.cache)[max(1, job.keep) :]:
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a snapshot, as far as can be told without reading its data."""
+    try:
+        open_snapshot(path).close()
+    except SnapshotError:
+        return False
+    return True
 
 
 def _make_room(root: Path, directory: Path, nbytes: int, job: WriterJob) -> None:
@@ -129,9 +143,10 @@ def _make_room(root: Path, directory: Path, nbytes: int, job: WriterJob) -> None
 
 def _all_snapshots(root: Path) -> Iterator[tuple[float, int, Path]]:
     """(time of last use, bytes, path) of every snapshot."""
-    for data in root.glob("*/*/*/data"):
+    for _, _, path in all_snapshots(root):
         with suppress(OSError):
-            yield data.stat().st_mtime, data.stat().st_size, data.parent
+            info = (path / "data").stat()
+            yield info.st_mtime, info.st_size, path
 
 
 def _free_bytes(directory: Path) -> int:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from weightcached.checkpoint.identity import MAX_FILES
 from weightcached.checkpoint.identity import Name as FileName
-from weightcached.errors import ProtocolError
+from weightcached.errors import ProtocolError, Refusal
 from weightcached.index.key import WeightCacheKey
 
 PROTOCOL_VERSION = 1
@@ -24,6 +24,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=20_000)]
 Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
+Source = Literal["loaded", "adopted", "restored"]
 CacheState = Literal["loading", "ready", "failed", "released"]
 
 
@@ -149,6 +150,11 @@ class Refused(Message, frozen=True):
 
     code: Name
     message: Text
+
+
+def refusal(code: Refusal, message: str) -> Refused:
+    """A Refused that no error stands for."""
+    return Refused(code=code, message=message)
 
 
 class Ready(Message, frozen=True):
@@ -297,14 +303,15 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One cache as `weightcachectl status --json` prints it; other tools read these names.
 
     `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
-    load is tried again; None if it is not. `warning` is a note about a served cache.
+    load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
+    "writing", "written", the reason why it could not be written, or "" if none is wanted.
     """
 
     name: Name
     role: Role
     state: CacheState
     generation: Count
-    source: Literal["loaded", "adopted"]
+    source: Source
     bytes: Count
     segments: Count
     tensors: Count
@@ -317,6 +324,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None = None
     retry_at: float | None = None
     warning: Text = ""
+    snapshot: Text = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
