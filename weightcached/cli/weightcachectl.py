@@ -529,6 +529,68 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
     _exit(EXIT_FAILURE if failed else 0)
 
 
+@main.group()
+def snapshot() -> None:
+    """List, verify or remove what is kept on disk.
+
+    Snapshots are written after a load if the manifest has the key snapshots, and bring the weights
+    back without vLLM.
+    """
+
+
+_snapshot_cache = click.argument("cache", required=False)
+
+
+@snapshot.command("list")
+@_snapshot_cache
+@_json
+def snapshot_list(cache: str | None, as_json: bool) -> None:
+    """List all snapshots, or those of CACHE, a cache or a model."""
+    from weightcached.cli import snapshot
+
+    rows = snapshot.rows(snapshot.directory(), cache)
+    if as_json:
+        _print_json([row._asdict() for row in rows])
+    else:
+        click.echo("\n".join(snapshot.table(rows)))
+
+
+@snapshot.command("verify")
+@_snapshot_cache
+def snapshot_verify(cache: str | None) -> None:
+    """Read every byte and compare its digest.
+
+    Exit status: 0 all are as written, 1 one is not.
+    """
+    from weightcached.cli import snapshot
+
+    status = 0
+    for row in snapshot.rows(snapshot.directory(), cache):
+        error = snapshot.verify(row)
+        status = EXIT_FAILURE if error else status
+        click.echo(f"{row.device} {row.cache}: {error or 'all digests equal'}")
+    _exit(status)
+
+
+@snapshot.command("rm")
+@click.argument("cache")
+def snapshot_rm(cache: str) -> None:
+    """Remove the snapshots of CACHE, a cache or a model.
+
+    Exit status: 0 removed, 1 there is none.
+    """
+    from weightcached.cli import snapshot
+
+    root = snapshot.directory()
+    rows = snapshot.rows(root, cache)
+    if not rows:
+        complain(f"{root} has no snapshot of {cache}: see 'weightcachectl snapshot list'")
+        _exit(EXIT_FAILURE)
+    for row in rows:
+        snapshot.remove(row)
+        click.echo(f"removed {row.path}")
+
+
 @main.command()
 @_socket_dir
 @click.argument("cache", metavar="CACHE")

@@ -22,9 +22,10 @@ from weightcached.config.drafts import has_cached_draft
 from weightcached.config.engines import EngineEntry, EngineSpec, resolve_engines
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, read
-from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
+from weightcached.config.ranks import SIZES, Placement, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
-from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError
+from weightcached.config.snapshots import SnapshotsEntry, SnapshotSpec, resolve_snapshots
+from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError, PlacementError
 from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
@@ -85,15 +86,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     models: list[ModelSpec]
     engines: list[EngineSpec] = []
+    snapshots: SnapshotSpec | None = None
 
     def on(self, device: str) -> list[ModelSpec]:
         """The models placed on `device`, in manifest order."""
         return [model for model in self.models if model.is_on(device)]
 
     def service(self, name: str) -> tuple[EngineSpec, ModelSpec]:
-        """The engine service called `name`, and its model. Raises ManifestError where there is
-        none.
-        """
+        """The engine service called `name`, and its model. Raises ManifestError without one."""
         for engine in self.engines:
             if engine.name == name:
                 return engine, next(m for m in self.models if m.name == engine.model)
@@ -118,6 +118,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: Literal[1]
     models: Annotated[list[ModelEntry], Meta(min_length=1, description="a list of models")]
     engines: list[EngineEntry] = []
+    snapshots: SnapshotsEntry | None = None
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -130,7 +131,9 @@ def load_manifest(path: Path) -> Manifest:
     document = root.convert(Document)
     models = _models(document.models, keys["models"])
     engines = resolve_engines(document.engines, keys["engines"], models) if document.engines else []
-    return Manifest(path=path, models=models, engines=engines)
+    entry = document.snapshots
+    snapshots = None if entry is None else resolve_snapshots(entry, keys["snapshots"])
+    return Manifest(path=path, models=models, engines=engines, snapshots=snapshots)
 
 
 def _check_version(version: Value) -> None:

@@ -213,8 +213,8 @@ def _kill_member(pid: int, session: int) -> None:
 def environment_of(program: str, device: str | None = None) -> dict[str, str]:
     """The environment of a child. With `device`, the child sees no other device.
 
-    A directory named vllm in the working directory is no vLLM: PYTHONSAFEPATH keeps the child from
-    importing it, and what it starts in turn, which its own -P would not.
+    The working directory may have a directory named vllm: PYTHONSAFEPATH keeps the child, and its
+    own children, from importing that. -P would not reach its children.
     """
     visible = device is not None and not is_host_device(device)
     own = {"CUDA_VISIBLE_DEVICES": device} if visible and device else {}

@@ -38,6 +38,7 @@ from weightcached.wire.messages import (
     LoaderMessage,
     LoaderProgress,
     Role,
+    Source,
     decode_loader,
 )
 
@@ -65,6 +66,7 @@ class Delivery:
     index_digest: str
     index_fd: OwnedFd
     segment_fds: list[OwnedFd]
+    source: Source = "loaded"
 
 
 class LoadRequest(NamedTuple):

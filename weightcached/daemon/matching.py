@@ -146,10 +146,9 @@ class Matcher:
         return NeedDigest(rung=need.rung, files=names)
 
     def make_digests(self) -> None:
-        """Begin, one after the other, the full digests of all that is served without one.
+        """Make the missing full digests of served generations, one after the other.
 
-        Made before anybody asks: once a file has another status, nobody can tell any more what was
-        in it.
+        Before anybody asks: once a file has another status, nobody can tell its old content.
         """
         for cache in self._caches:
             generation = cache.generation
