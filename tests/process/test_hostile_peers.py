@@ -63,6 +63,7 @@ def raw(daemon: DaemonProcess) -> Client:
     return Client(daemon.socket)
 
 
+@pytest.mark.slow
 def test_silent_peers_are_closed_after_the_hello_deadline(daemon: DaemonProcess) -> None:
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
