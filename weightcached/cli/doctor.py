@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
 from weightcached.cli.status import ask_device
+from weightcached.cli.text import mark
 from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_manifest
 from weightcached.errors import (
     CheckpointMissingError,
@@ -83,7 +84,7 @@ class Finding(NamedTuple):
 def as_line(finding: Finding) -> str:
     """One line of the report."""
     fix = f"; fix: {finding.fix}" if finding.fix else ""
-    return f"{finding.level:<4}  {finding.check}: {finding.text}{fix}"
+    return f"{mark(f'{finding.level:<4}')}  {finding.check}: {finding.text}{fix}"
 
 
 def examine() -> list[Finding]:

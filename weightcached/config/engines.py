@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from weightcached.config.located_yaml import Name, Text, Value, listed, near_miss
-from weightcached.config.ranks import PlacementError, layout_of, needs
+from weightcached.config.ranks import layout_of, needs
+from weightcached.errors import PlacementError
 
 if TYPE_CHECKING:
     from weightcached.config.manifest import ModelSpec

@@ -22,10 +22,10 @@ from weightcached.config.drafts import has_cached_draft
 from weightcached.config.engines import EngineEntry, EngineSpec, resolve_engines
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, read
-from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
+from weightcached.config.ranks import SIZES, Placement, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
 from weightcached.config.snapshots import SnapshotsEntry, SnapshotSpec, resolve_snapshots
-from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError
+from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError, PlacementError
 from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1

@@ -48,6 +48,8 @@ class Plan:
             port=self.listen.port,
             path=self.listen.path,
             arguments=self.arguments,
+            # Of an executed engine's every line; a forked one has it from its server.
+            environment={"VLLM_LOGGING_PREFIX": f"{self.service}/{number} "},
             parked=parked,
             kv_cache_bytes=self.kv_cache_bytes,
             devices=self.devices,

@@ -35,11 +35,10 @@ from weightcached.engine.states import Action, Engine, Phase, Service
 from weightcached.engine.tree import TreeError, become_subreaper
 from weightcached.engine.turns import Turns
 from weightcached.errors import (
-    EXIT_BUSY,
     EXIT_FAILURE,
     EngineError,
     RuntimePathError,
-    WeightcachedError,
+    ServiceBusyError,
 )
 from weightcached.system.notify import inherited, watchdog_period_s
 from weightcached.system.paths import (
@@ -68,13 +67,6 @@ MAX_FIRST_FAILURES = 3
 _EXTEND_PERIOD_S = 10.0
 _EXTEND_S = 60
 _LOST_TIMEOUT_S = 5.0
-
-
-class ServiceBusyError(WeightcachedError):
-    """Another supervisor keeps this service."""
-
-    code = "service-busy"
-    exit_status = EXIT_BUSY
 
 
 @dataclass(frozen=True)
@@ -147,9 +139,9 @@ class Supervisor:
         self.spec = spec
         self.service = Service(standby=spec.standby)
         self._options = options
-        self._directory = directory
         # As /proc names it.
-        self._fence = directory.resolve() / "fence"
+        self._directory = directory.resolve()
+        self._fence = self._directory / "fence"
         self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = Turns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
