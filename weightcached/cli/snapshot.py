@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 def directory() -> Path:
-    """Where the manifest has them. Raises ManifestError, SnapshotError where it has none."""
+    """The manifest's directory of snapshots. Raises ManifestError, SnapshotError without one."""
     path = manifest_path(None)
     spec = load_manifest(path).snapshots
     if spec is None:
@@ -71,7 +71,7 @@ def _when(created_at: float) -> str:
 
 
 def verify(row: Row) -> str:
-    """Read the whole snapshot. Returns what is wrong with it, or ""."""
+    """Read the whole snapshot. Returns the fault, or ""."""
     try:
         with open_snapshot(Path(row.path)) as snapshot:
             snapshot.verify()
@@ -81,7 +81,7 @@ def verify(row: Row) -> str:
 
 
 def remove(row: Row) -> None:
-    """Remove it. Raises SnapshotError where that fails."""
+    """Remove it. Raises SnapshotError if that fails."""
     try:
         shutil.rmtree(row.path)
     except OSError as e:
