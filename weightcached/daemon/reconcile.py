@@ -575,9 +575,11 @@ class Reconciler:
         """Free its memory, at once, or once no engine relies on the device's memory but process `by`."""
         self._snapshots.stop_writing(generation)
         self._matcher.forget(generation)
-        if pids := self._holds.pids(but=by):
+        if names := self._holds.names(but=by):
             log.info(
-                "freed once engines have measured memory cache=%s pids=%s", generation.cache, pids
+                "freed once engines have measured memory cache=%s engines=%s",
+                generation.cache,
+                names,
             )
             task = asyncio.create_task(self._free_later(generation, by))
             self._freeing.add(task)
