@@ -67,7 +67,7 @@ def clutter(model: Path) -> None:
     shutil.copy(next(model.glob("*.safetensors")), model / "checkpoint-500/model.safetensors")
     with open(model / "checkpoint-500/pytorch_model.bin", "wb") as f:
         os.truncate(f.fileno(), 1 << 40)
-    (model / "original/consolidated.safetensors").write_text("version https://git-lfs.github.com/")
+    (model / "original/model.safetensors").write_text("version https://git-lfs.github.com/")
 
 
 def overwrite(path: Path) -> None:
@@ -116,6 +116,16 @@ def _sparse(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if name == "pytorch_model.bin"]
 
 
+@contextmanager
+def started(service: Service, device: str) -> Iterator[None]:
+    """A unit that has nothing to serve yet."""
+    assert service.ctl("start", device, check=False).returncode == 1
+    try:
+        yield
+    finally:
+        service.ctl("stop", device, check=False)
+
+
 def test_model_whose_mount_is_late_fails_alone_and_is_loaded_once_it_is_there(
     service: Service, model: Path, tmp_path: Path
 ) -> None:
@@ -123,7 +133,7 @@ def test_model_whose_mount_is_late_fails_alone_and_is_loaded_once_it_is_there(
     checkpoint(late, tied=True, dtype="bfloat16", seed=3)
     late.rename(away)
     models = [entry("tiny", model, "cpu0"), entry("late", late, "cpu1")]
-    with serving(service, "cpu0", *models), serving(service, "cpu1", *models):
+    with serving(service, "cpu0", *models), started(service, "cpu1"):
         assert [cache["state"] for cache in service.caches("cpu0")] == ["ready"]
         (cache,) = service.caches("cpu1")
         assert cache["error"].startswith(f"model {late} does not exist: mount"), cache
