@@ -94,8 +94,11 @@ def test_new_status_or_new_neighbours_are_mapped_and_other_content_is_not(
             shutil.copy(path, tmp_path / "linked")
         shutil.copytree(model / "checkpoint-500", model / "checkpoint-1000", ignore=_sparse)
         assert reload(service) == ["cpu0 tiny/target: unchanged, generation 1"]
-        for directory in (model, tmp_path / "linked"):
-            assert engines.tokens(directory, "ipc_cache", loader=MAPPED) == tokens
+        assert engines.tokens(model, "ipc_cache", loader=MAPPED) == tokens
+        # The digest of what was loaded outlives the daemon, and the status that the files had.
+        service.kill("cpu0")
+        assert service.caches("cpu0")[0]["source"] == "adopted"
+        assert engines.tokens(tmp_path / "linked", "ipc_cache", loader=MAPPED) == tokens
 
         changed = sorted(model.glob("*.safetensors"))[1]
         changed.chmod(0o640)
