@@ -47,7 +47,7 @@ WITHOUT_CACHE = {"XDG_CACHE_HOME": "/proc/nowhere"}
 def digesting(model: str) -> Iterator[list[float]]:
     """Make digests, one after the other, during the block; the seconds that each took."""
     job = msgspec.json.encode(record_checkpoint(model))
-    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
+    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full", "--idle"]
     took: list[float] = []
     children: list[subprocess.Popen[bytes]] = []
     stop = threading.Event()

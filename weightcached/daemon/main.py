@@ -214,7 +214,7 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
-            look=partial(Staleness, self.matcher.full_digest, digest),
+            look=partial(Staleness, self.matcher.full_digest, partial(digest, idle=False)),
             unmap_parked=self.leases.unmap_parked,
         )
         self._endpoint = endpoint
