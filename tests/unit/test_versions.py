@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightcached.vllm_compat import versions
-from weightcached.vllm_compat.versions import Need, find, imports_of, is_seen, warn_of_unseen
+from weightcached.vllm_compat.versions import VllmName, find, imports_of, is_seen, warn_of_unseen
 
 log = logging.getLogger("test")
 
@@ -55,17 +55,17 @@ def test_imports_are_read_from_the_sources(tmp_path: Path) -> None:
         "import torch\nfrom vllm.envs import X\ndef f():\n    from vllm.config import A, B\n"
     )
     assert sorted(imports_of(source)) == [
-        Need("hooks", "vllm.config:A"),
-        Need("hooks", "vllm.config:B"),
-        Need("hooks", "vllm.envs:X"),
+        VllmName("hooks", "vllm.config:A"),
+        VllmName("hooks", "vllm.config:B"),
+        VllmName("hooks", "vllm.envs:X"),
     ]
 
 
 def test_what_a_release_lacks_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = Need("build", "vllm.envs:no_such_name")
-    monkeypatch.setattr(versions, "needs", lambda: [gone, Need("key", "vllm.envs:environ")])
+    gone = VllmName("build", "vllm.envs:no_such_name")
+    monkeypatch.setattr(versions, "needs", lambda: [gone, VllmName("key", "vllm.envs:environ")])
     monkeypatch.setattr(versions, "find", lambda where: find(where) if "no_such" in where else 1)
     assert versions.main() == 1
     lines = capsys.readouterr().out.splitlines()

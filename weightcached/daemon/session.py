@@ -76,7 +76,7 @@ PROGRESS_S = 0.25
 _FILES_PER_UNIT = 256
 
 
-class Service(Protocol):
+class SessionHost(Protocol):
     """The parts of main.py's Daemon that sessions use."""
 
     device: str
@@ -102,7 +102,7 @@ class Session:
         self,
         sock: socket.socket,
         peer: Peer,
-        service: Service,
+        service: SessionHost,
         *,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
