@@ -29,6 +29,7 @@ from weightcached.daemon.counters import Tally
 from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.fairness import Queues
 from weightcached.daemon.group import GroupPeers
+from weightcached.daemon.holds import LIMIT_S, Holds
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
@@ -89,6 +90,7 @@ class ServeOptions:
     retry: bool = True
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
+    hold_limit_s: float = LIMIT_S
 
 
 def run(options: ServeOptions) -> int:
@@ -215,6 +217,7 @@ class Daemon:
         for name, note in aside.items():
             self.caches.set_aside(name, note)
         self.leases = Leases()
+        self.holds = Holds(limit_s=options.hold_limit_s)
         self.tally = Tally(adoptions=len(adopted))
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
         digest = partial(make_full_digest, on_progress=self._notifier.digesting)
@@ -235,6 +238,7 @@ class Daemon:
             look=partial(Staleness, self.matcher.full_digest, digest),
             snapshots=self._snapshots,
             unmap_parked=self.leases.unmap_parked,
+            holds=self.holds,
             peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
         )
         self._endpoint = endpoint
@@ -399,6 +403,19 @@ class Daemon:
         status = cache.status(self.leases, retry_at=retry_at)
         outcome = self._snapshots.outcome(cache.generation) if cache.generation else ""
         return msgspec.structs.replace(status, snapshot=outcome)
+
+    def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]:
+        """Free a generation of which process `by` has a copy, as soon as nobody holds it."""
+        task = asyncio.create_task(self._release(generation, by))
+        self._keep(task)
+        return task
+
+    async def _release(self, generation: Generation, by: int) -> None:
+        await self.leases.none_on(generation)
+        cache = self.caches.get(generation.cache)
+        # Another engine's Release, a reload or a Drop may have been first.
+        if cache is not None and cache.generation is generation:
+            await self.reconciler.release(cache, by=by)
 
     async def _write_resident(self) -> None:
         """Keep the file beside the socket as true as an answer would be."""

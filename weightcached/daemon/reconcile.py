@@ -23,6 +23,7 @@ from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.group import GroupPeers
+from weightcached.daemon.holds import Holds
 from weightcached.daemon.loading import (
     Delivery,
     LoaderRun,
@@ -165,6 +166,7 @@ class Reconciler:
         look: Callable[[], Staleness],
         snapshots: Snapshots,
         unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
+        holds: Holds | None = None,
         peers: GroupPeers | None = None,
     ) -> None:
         self._caches = caches
@@ -175,6 +177,8 @@ class Reconciler:
         self._device = device
         self._boot_id = boot_id
         self._unmap_parked = unmap_parked
+        self._holds = holds or Holds()
+        self._freeing: set[asyncio.Task[None]] = set()
         self._peers = peers
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
@@ -336,10 +340,11 @@ class Reconciler:
         left = list(wanted)
         try:
             for position, want in enumerate(wanted):
-                for coming in wanted[position : position + 1 + self._ahead]:
-                    if coming.name not in started:
-                        started[coming.name] = self._start(coming, look, at_once=coming is want)
-                outcomes.append(await self._load(want, started[want.name]))
+                async with self._holds.device_for(self._caches.ensure(want.name, want.role)):
+                    for coming in wanted[position : position + 1 + self._ahead]:
+                        if coming.name not in started:
+                            started[coming.name] = self._start(coming, look, at_once=coming is want)
+                    outcomes.append(await self._load(want, started[want.name]))
                 left.remove(want)
         finally:
             for want in left:
@@ -516,8 +521,8 @@ class Reconciler:
         self.retries.settled(cache.name)
         await self._set_aside(cache.drop())
 
-    async def release(self, cache: Cache) -> None:
-        """Free the generation of a cache whose engines have copies of their own."""
+    async def release(self, cache: Cache, *, by: int) -> None:
+        """Free the generation of a cache whose engines have copies of their own, the last one process `by`."""
         generation = cache.release()
         log.info(
             "released cache=%s generation=%d bytes=%d",
@@ -525,18 +530,18 @@ class Reconciler:
             generation.number,
             generation.nbytes,
         )
-        await self._set_aside(generation)
+        await self._set_aside(generation, by=by)
 
-    async def _set_aside(self, generation: Generation | None) -> None:
+    async def _set_aside(self, generation: Generation | None, *, by: int | None = None) -> None:
         self._caches.changed.fire()
         # Noted first: a daemon that dies in between finds both, and frees the rest. To the end,
         # also if the peer that asked for it leaves meanwhile.
-        await asyncio.shield(asyncio.create_task(self._note_and_retire(generation)))
+        await asyncio.shield(asyncio.create_task(self._note_and_retire(generation, by)))
 
-    async def _note_and_retire(self, generation: Generation | None) -> None:
+    async def _note_and_retire(self, generation: Generation | None, by: int | None) -> None:
         await self._note_aside()
         if generation is not None:
-            await self._retire(generation)
+            await self._retire(generation, by=by)
 
     async def _note_aside(self) -> None:
         """Have the manager keep which caches are to stay unloaded, if that has changed."""
@@ -551,10 +556,26 @@ class Reconciler:
             else:
                 self._noted = aside
 
-    async def _retire(self, generation: Generation) -> None:
-        generation.retire()
+    async def _retire(self, generation: Generation, *, by: int | None = None) -> None:
+        """Free its memory, at once, or once no engine relies on the device's memory but process `by`."""
         self._snapshots.stop_writing(generation)
         self._matcher.forget(generation)
+        if pids := self._holds.pids(but=by):
+            log.info(
+                "freed once engines have measured memory cache=%s pids=%s", generation.cache, pids
+            )
+            task = asyncio.create_task(self._free_later(generation, by))
+            self._freeing.add(task)
+            task.add_done_callback(self._freeing.discard)
+        else:
+            await self._free(generation)
+
+    async def _free_later(self, generation: Generation, by: int | None) -> None:
+        await self._holds.none(but=by)
+        await self._free(generation)
+
+    async def _free(self, generation: Generation) -> None:
+        generation.retire()
         # The client may leave meanwhile; then the store would keep the memory for good.
         await asyncio.shield(asyncio.create_task(self._take_out(generation)))
         # Engines that sleep need it no more than we do; those that are awake keep it mapped.

@@ -180,7 +180,7 @@ class Server:
         for task, connection in reversed(self._connections.items()):
             if (
                 connection.peer.pid == greediest
-                and not connection.session.holds_lease
+                and not connection.session.is_needed
                 and not task.cancelling()
             ):
                 log.warning("connection ended to make room pid=%d connections=%d", greediest, count)

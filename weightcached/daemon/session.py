@@ -18,6 +18,7 @@ from weightcached.daemon import packets, untrusted_fds
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.fairness import REQUEST_UNITS, Queues, Ticket
+from weightcached.daemon.holds import Hold, Holds
 from weightcached.daemon.leases import Lease, Leases
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Answer, Matcher, loading
@@ -38,6 +39,7 @@ from weightcached.wire.messages import (
     Failed,
     Fallback,
     Hello,
+    HoldLoads,
     Loading,
     Memory,
     Message,
@@ -73,6 +75,8 @@ IDLE_TIMEOUT_S = 60.0
 # Loading and Progress are repeated at least this often.
 REPEAT_S = 1.0
 PROGRESS_S = 0.25
+# Of a load that is over, while what it replaces is freed.
+PUBLISHING = "publishing"
 _FILES_PER_UNIT = 256
 
 
@@ -84,11 +88,14 @@ class SessionHost(Protocol):
     caches: Caches
     leases: Leases
     matcher: Matcher
+    holds: Holds
     tally: Tally
     queues: Queues
     reconciler: Reconciler
 
     def status(self) -> StatusReply: ...
+
+    def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]: ...
 
     def reload(
         self, *, force: bool, only: list[str], along: bool = False
@@ -113,11 +120,13 @@ class Session:
         self._purpose = "ctl"
         self._leases: dict[Generation, Lease] = {}
         self._asking: set[asyncio.Task[None]] = set()
+        self._hold: Hold | None = None
         self._ticket = Ticket(service.queues, peer.pid)
 
     @property
-    def holds_lease(self) -> bool:
-        return bool(self._leases)
+    def is_needed(self) -> bool:
+        """Whether its end would matter to an engine that runs."""
+        return bool(self._leases) or self._hold is not None
 
     async def run(self) -> None:
         """Serve until the peer leaves.
@@ -133,6 +142,8 @@ class Session:
         finally:
             for lease in self._leases.values():
                 self._service.leases.end(lease)
+            if self._hold is not None:
+                self._service.holds.end(self._hold)
             await end_tasks(*self._asking)
 
     async def _hello(self) -> bool:
@@ -208,6 +219,8 @@ class Session:
                 await self._release()
             case Rejoin():
                 await self._rejoin(request)
+            case HoldLoads():
+                await self._hold_loads(request)
             case Parked():
                 await self._park(request)
             case Reload():
@@ -282,7 +295,10 @@ class Session:
         await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
 
     async def _release(self) -> None:
-        """End the leases; free each generation once its last holder has left or released it too."""
+        """End the leases; free each generation once its last holder has left or released it too.
+
+        Answers at once if there are other holders.
+        """
         service = self._service
         if not self._leases:
             await self._send(
@@ -291,12 +307,29 @@ class Session:
             return
         for generation in list(self._leases):
             service.leases.end(self._leases.pop(generation))
-            await service.leases.none_on(generation)
-            cache = service.caches.get(generation.cache)
-            # Another engine's Release, a reload or a Drop may have been first.
-            if cache is not None and cache.generation is generation:
-                await service.reconciler.release(cache)
+            # The daemon's own from here on: others may hold it for days, and this engine may leave.
+            release = service.release(generation, by=self._peer.pid)
+            if not service.leases.on(generation):
+                await asyncio.wait({release})
         await self._send(Done())
+
+    async def _hold_loads(self, request: HoldLoads) -> None:
+        holds = self._service.holds
+        while True:
+            event = holds.changed.next()
+            if self._hold is None:
+                self._hold = holds.begin(self._peer.pid)
+            if self._hold is not None:
+                await self._send(Done())
+                return
+            if (cache := holds.loading) is not None:
+                load = cache.load
+                busy = loading(cache, load) if load else Loading(cache=cache.name, phase=PUBLISHING)
+                await self._send(busy)
+            if not request.wait:
+                return
+            await holds.changed.wait(event, timeout_s=REPEAT_S)
+            await self._ticket.turn(REQUEST_UNITS)
 
     async def _rejoin(self, request: Rejoin) -> None:
         cache = self._service.caches.get(request.cache)

@@ -87,6 +87,19 @@ def visible_gpus(gpus: Sequence[GpuInfo], visible: str | None) -> list[str]:
     return found
 
 
+def mig_device(digits: str, visible: str | None) -> str:
+    """The name of the MIG device that a process uses: `digits` are those of the UUID that CUDA gave it, which may be
+    the physical GPU's, `visible` its CUDA_VISIBLE_DEVICES. CUDA shows a process one MIG device.
+    """
+    slices = {gpu.uuid: gpu.parent for gpu in list_gpus() if gpu.mig}
+    of_parent = [uuid for uuid, parent in slices.items() if parent == f"GPU-{digits}"]
+    if f"MIG-{digits}" in slices or not of_parent:
+        return f"MIG-{digits}"
+    asked = [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
+    named = [uuid for entry in asked for uuid in of_parent if uuid.startswith(entry)]
+    return (named or of_parent)[0]
+
+
 def holders(uuid: str) -> list[Holder]:
     """Processes with memory on the device, largest first; empty also if nobody can tell.
 

@@ -13,6 +13,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -44,18 +45,26 @@ _REFUSAL = (
 _kv_pool: KvPool | None = None
 
 
-def install(reload_weights: Callable[[Any], bool]) -> None:
+def install(
+    reload_weights: Callable[[Any], bool],
+    *,
+    on_started: Callable[[], None] = lambda: None,
+    memory_kept: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> None:
     """Patch vLLM's GPU worker, from which the CPU's inherits, if this process has one. Again and
     again is fine.
 
     `reload_weights` gets a worker whose weights shall be read again, and says whether it did that;
-    otherwise vLLM reads them from disk.
+    otherwise vLLM reads them from disk. `on_started` is called once a worker has measured memory,
+    taken its KV cache and captured its graphs; within `memory_kept` it sleeps and wakes.
     """
     module = sys.modules.get("vllm.v1.worker.gpu_worker")
     worker = getattr(module, "Worker", None)
-    wrap_once(worker, "sleep", _sleep)
-    wrap_once(worker, "wake_up", _wake_up)
-    wrap_once(worker, "compile_or_warm_up_model", _warm_up)
+    wrap_once(worker, "sleep", lambda original: _within(memory_kept, _sleep(original)))
+    wrap_once(worker, "wake_up", lambda original: _within(memory_kept, _wake_up(original)))
+    wrap_once(worker, "compile_or_warm_up_model", lambda o: _then(on_started, _warm_up(o)))
+    on_cpu = getattr(sys.modules.get("vllm.v1.worker.cpu_worker"), "CPUWorker", None)
+    wrap_once(on_cpu, "compile_or_warm_up_model", lambda o: _then(on_started, o))
     wrap_once(worker, "_maybe_get_memory_pool_context", _memory_pool)
     wrap_once(worker, "shutdown", _shutdown)
     wrap_once(worker, "reload_weights", lambda original: _reload(original, reload_weights))
@@ -107,6 +116,24 @@ def settle_for_reloads(model: nn.Module, device: Any) -> None:
         if info is not None:
             info.reset()
             info.restore_device = device
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], function: Any) -> Any:
+    def within(self: Any, *arguments: Any, **named: Any) -> Any:
+        with context():
+            return function(self, *arguments, **named)
+
+    return within
+
+
+def _then(callback: Callable[[], None], function: Any) -> Any:
+    def then(self: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(self, *arguments, **named)
+        finally:
+            callback()
+
+    return then
 
 
 # ---- sleep

@@ -85,6 +85,17 @@ class Rejoin(Message, frozen=True):
     index_digest: Name
 
 
+class HoldLoads(Message, frozen=True):
+    """While this connection is open nothing of the daemon's changes the device's memory: an engine
+    measures it, sleeps or wakes.
+
+    Answered by Done, before that by Loading at least once a second while a load has the device.
+    Without `wait` by one of them: Loading says that nothing is held.
+    """
+
+    wait: bool = True
+
+
 class Parked(Message, frozen=True):
     """The engine of this connection's leases sleeps, or has woken; answered by Done.
 
@@ -393,7 +404,18 @@ class LoaderFailed(Message, frozen=True):
 
 
 Request = (
-    Hello | Status | Attach | Memory | Release | Rejoin | Parked | Reload | Drop | Verify | Fallback
+    Hello
+    | Status
+    | Attach
+    | Memory
+    | Release
+    | Rejoin
+    | HoldLoads
+    | Parked
+    | Reload
+    | Drop
+    | Verify
+    | Fallback
 )
 Reply = (
     Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released
