@@ -61,6 +61,19 @@ def test_imports_are_read_from_the_sources(tmp_path: Path) -> None:
     ]
 
 
+def test_name_that_moved_is_one_name_at_several_places(tmp_path: Path) -> None:
+    source = tmp_path / "server.py"
+    source.write_text(
+        "try:\n    from vllm.gone import environ, other\n"
+        "except ImportError:\n    from vllm.envs import environ, other\n"
+    )
+    names = list(dict.fromkeys(imports_of(source)))
+    assert [name.where for name in names] == [
+        "vllm.gone:environ or vllm.envs:environ",
+        "vllm.gone:other or vllm.envs:other",
+    ]
+
+
 def test_what_a_release_lacks_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,10 +77,35 @@ def warn_of_unseen(log: logging.Logger, version: str) -> None:
 
 
 def imports_of(source: Path) -> Iterator[VllmName]:
-    """The names of vLLM that a source file imports, at its top or inside functions."""
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            yield from (VllmName(source.stem, f"{node.module}:{name.name}") for name in node.names)
+    """The names of vLLM that a source file imports, at its top or inside functions. What is tried
+    first, and what is imported instead where that is not there, are one name at several places.
+    """
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    instead: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            for name, places in _alternatives(node).items():
+                instead.update(dict.fromkeys((f"{place}:{name}" for place in places), places))
+    for node in ast.walk(tree):
+        for place, name in _imported(node):
+            places = instead.get(f"{place}:{name}", [place])
+            yield VllmName(source.stem, " or ".join(f"{each}:{name}" for each in places))
+
+
+def _imported(node: ast.AST) -> list[tuple[str, str]]:
+    """(module, name) of each name of vLLM that an import statement takes from a module."""
+    if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "vllm":
+        return []
+    return [(node.module or "", name.name) for name in node.names]
+
+
+def _alternatives(node: ast.Try) -> dict[str, list[str]]:
+    """Of each name that is imported in a `try` or in its handlers: the modules, in order."""
+    places: dict[str, list[str]] = {}
+    for statement in [*node.body, *(s for handler in node.handlers for s in handler.body)]:
+        for place, name in _imported(statement):
+            places.setdefault(name, []).append(place)
+    return places
 
 
 def needs() -> list[VllmName]:
@@ -92,7 +117,19 @@ def needs() -> list[VllmName]:
 
 
 def find(where: str) -> Any:
-    """The object at MODULE:ATTRIBUTE.PATH. Raises ImportError, AttributeError."""
+    """What is at MODULE:ATTRIBUTE.PATH, the first that is there of several. Raises ImportError,
+    AttributeError.
+    """
+    first, _, others = where.partition(" or ")
+    try:
+        return _find_at(first)
+    except (ImportError, AttributeError):
+        if not others:
+            raise
+    return find(others)
+
+
+def _find_at(where: str) -> Any:
     module, _, path = where.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
