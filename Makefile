@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	@.ci/set-up $(PYTHON) $(VENV) $(TORCH_INDEX)
 	@touch $@
 
-test: lint  ## all that CI runs: style, types, every test
+test: lint  ## all that CI runs: style, types, every test that needs no GPU and no limit in time
 	@$(MAKE) --no-print-directory -j 2 -k --output-sync=line unit engine
 
 check: lint  ## the quick loop: style, types, tests/unit on all cores

@@ -616,9 +616,15 @@ def make_models(
 
 @contextlib.contextmanager
 def closing(bench: Bench) -> Iterator[None]:
+    """End all processes and print the figures, also after SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:
+        print("\n".join(["", *(_line(*row) for row in bench.rows)]))
+        for part, error in bench.errors.items():
+            print(f"{part:8} FAILED: {error}", flush=True)
+        bench.write()
         bench.close()
 
 
@@ -694,9 +700,6 @@ def main(
                 for name in small:
                     bench.engine(name)
             bench.part(part, steps[part])
-    print("\n".join(["", *(_line(*row) for row in bench.rows)]))
-    for part, error in bench.errors.items():
-        print(f"{part:8} FAILED: {error}")
     sys.exit(bool(bench.errors))
 
 

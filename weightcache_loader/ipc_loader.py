@@ -81,6 +81,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self.options: LoaderOptions = parse_options(
             load_config.model_loader_extra_config, load_config.load_format
         )
+        # Once more: the engine core may have been imported after the plug-ins were loaded.
+        parked_start.install()
         vllm_worker.install(
             reload.reload_weights, on_started=holds.end, memory_kept=holds.for_a_moment
         )

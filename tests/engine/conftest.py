@@ -151,9 +151,10 @@ class Service:
         self.env = manager.env | ENVIRONMENT
         self.ctl("install")
 
-    def manifest(self, *models: dict[str, Any]) -> None:
+    def manifest(self, *models: dict[str, Any], **keys: Any) -> None:
         path = self.manager.config_dir / "weightcached/manifest.yaml"
-        path.write_text(json.dumps({"version": 1, "models": list(models)}), encoding="utf-8")
+        document = {"version": 1, "models": list(models), **keys}
+        path.write_text(json.dumps(document), encoding="utf-8")
 
     def ctl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(

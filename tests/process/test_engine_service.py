@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.service import ClientLoop, ServiceProcess
 from weightcached.cli.engine import as_json, as_table
+from weightcached.cli.weightcachectl import main as weightcachectl
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
 from weightcached.exporter.health import Node
 from weightcached.exporter.metrics import text_of
@@ -403,6 +406,20 @@ def test_metrics_and_table_show_the_service(make: Make) -> None:
         f"chat    serving  127.0.0.1:{service.port}  engine 2, pid {status['pid']}  engine 3 parked  "
         f"1, last in {status['last_takeover_s']:.2f} s  for 75 s"
     )
+    options = ["--socket-dir", str(service.runtime)]
+    shown = CliRunner().invoke(weightcachectl, ["status", "--json", *options])
+    document = json.loads(shown.stdout)
+    assert document["devices"] == []
+    assert document["engines"][0]["pid"] == status["pid"]
+    assert (
+        row.split()[:5]
+        == CliRunner()
+        .invoke(weightcachectl, ["status", *options])
+        .stdout.splitlines()[1]
+        .split()[:5]
+    )
+    woken = CliRunner().invoke(weightcachectl, ["engine", "sleep", "chat", *options])
+    assert woken.stdout == "chat: asleep\n"
     assert list(as_json([status])[0]) == [
         "name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s",
     ]  # fmt: skip

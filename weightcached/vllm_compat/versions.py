@@ -50,8 +50,16 @@ REACHED = (
     VllmName("solo_rank", f"{_GROUPS}:init_model_parallel_group"),
     VllmName("solo_rank", f"{_GROUPS}:_node_count"),
 )
-# Optional: imported only if vLLM's own options ask for it.
-OPTIONAL = frozenset({"vllm.v1.worker.gpu.model_runner:GPUModelRunner"})
+# Optional: imported only if vLLM's own options ask for it, or in another place in other releases.
+OPTIONAL = frozenset(
+    {
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+        "vllm.entrypoints.common.cli_args:make_arg_parser",
+        "vllm.entrypoints.common.cli_args:validate_parsed_serve_args",
+        "vllm.entrypoints.launchers.cli_args:make_arg_parser",
+        "vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args",
+    }
+)
 
 _warned = False
 

@@ -61,7 +61,11 @@ def install(
     module = sys.modules.get("vllm.v1.worker.gpu_worker")
     worker = getattr(module, "Worker", None)
     wrap_once(worker, "sleep", lambda original: _within(memory_kept, _sleep(original)))
-    wrap_once(worker, "wake_up", lambda original: _within(memory_kept, _wake_up(original)))
+    wrap_once(
+        worker,
+        "wake_up",
+        lambda original: _within(_unless_unmapped(memory_kept), _wake_up(original)),
+    )
     wrap_once(worker, "compile_or_warm_up_model", lambda o: _then(on_started, _warm_up(o)))
     on_cpu = getattr(sys.modules.get("vllm.v1.worker.cpu_worker"), "CPUWorker", None)
     wrap_once(on_cpu, "compile_or_warm_up_model", lambda o: _then(on_started, o))
@@ -124,6 +128,18 @@ def _within(context: Callable[[], AbstractContextManager[None]], function: Any) 
             return function(self, *arguments, **named)
 
     return within
+
+
+def _unless_unmapped(
+    memory_kept: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], AbstractContextManager[None]]:
+    """An engine that was unmapped may have to wait for a load before it wakes: it must not hold that off."""
+
+    def context() -> AbstractContextManager[None]:
+        unmapped = any(model.state is mapped.State.UNMAPPED for model in mapped.of_process())
+        return contextlib.nullcontext() if unmapped else memory_kept()
+
+    return context
 
 
 def _then(callback: Callable[[], None], function: Any) -> Any:
