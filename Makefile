@@ -6,9 +6,12 @@ STAMP := $(VENV)/.installed
 # Where PyTorch's CPU builds are, if pip is configured with no other place for them.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Test processes that run at once, beside the engines.
-JOBS ?= 2
+JOBS ?= $(shell nproc)
 SECONDS ?= 600
 INPUTS ?= 100000
+
+# Each engine would compile all that it imports of vLLM.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check lint unit engine bench soak fuzz demo lock clean
 

@@ -32,6 +32,14 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            # It starts engines, or imports vLLM.
+            item.add_marker(pytest.mark.slow)
+
+
 class Engines:
     """The host process of engines (host.py, or what else `command` runs), in a session of its own.
 

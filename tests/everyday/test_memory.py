@@ -21,6 +21,9 @@ import pytest
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, Engines, checkpoint
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 
+# They load with vLLM.
+pytestmark = pytest.mark.slow
+
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256}
 UTILIZATION = 0.92
 

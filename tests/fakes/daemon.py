@@ -33,7 +33,7 @@ def environment(**extra: str) -> dict[str, str]:
     env = {
         k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))
     }
-    return {**env, "PYTHONPATH": PYTHONPATH, "PYTHONDONTWRITEBYTECODE": "1", **extra}
+    return {**env, "PYTHONPATH": PYTHONPATH, **extra}
 
 
 def write_manifest(path: Path, models: list[dict[str, Any]], **keys: Any) -> None:

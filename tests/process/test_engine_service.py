@@ -89,6 +89,18 @@ def test_death_of_any_process_brings_the_parked_engine(make: Make, victim: str) 
     assert not (service.home / "1").exists()
 
 
+@pytest.mark.parametrize(("failures", "takes_over"), [(2, True), (3, False)])
+def test_parked_engine_that_cannot_wake_is_asked_again(
+    make: Make, short_tmp: Path, failures: int, takes_over: bool
+) -> None:
+    service = make(arguments={"x_wake_fails": str(short_tmp / "fails")}).start()
+    status = service.until_standby()
+    (short_tmp / "fails").write_text(str(failures))
+    kill(status["pid"])
+    assert (service.get()["engine"] == 2) == takes_over
+    assert "cannot take over yet: RuntimeError: no memory" in service.log
+
+
 def test_two_engines_never_serve_at_once_as_long_as_the_fence_is_held(make: Make) -> None:
     service = make().start()
     status = service.until_standby()

@@ -352,7 +352,7 @@ def test_unit_whose_socket_is_not_in_this_session_s_directory_is_found(machine: 
     text = f"weightcached@cpu0.service is active, but {path} is not there, so no engine of this session finds it"
     fix = "compare $XDG_RUNTIME_DIR with 'systemctl --user show-environment', or weightcachectl restart cpu0"
     assert machine.findings("unit")[-1] == Finding("unit", "fail", text, fix)
-    with StubDaemon(path):
+    with StubDaemon(path, lambda request: [status("cpu0", cache())]):
         assert all(finding.level == "ok" for finding in machine.findings("unit"))
 
 

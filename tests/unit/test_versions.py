@@ -39,6 +39,7 @@ def test_unseen_release_gets_one_warning(version: str, caplog: pytest.LogCapture
     )
 
 
+@pytest.mark.slow
 def test_installed_vllm_has_every_name_that_is_used() -> None:
     # In a process of its own: some modules of vLLM warn when they are imported, or set the process up.
     command = [sys.executable, "-m", "weightcached.vllm_compat.versions"]

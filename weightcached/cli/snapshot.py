@@ -26,7 +26,7 @@ class SnapshotRow(NamedTuple):
 
 
 def directory() -> Path:
-    """Where the manifest has them. Raises ManifestError, SnapshotError where it has none."""
+    """The manifest's directory of snapshots. Raises ManifestError, SnapshotError without one."""
     path = manifest_path(None)
     spec = load_manifest(path).snapshots
     if spec is None:
@@ -73,7 +73,7 @@ def _when(created_at: float) -> str:
 
 
 def verify(row: SnapshotRow) -> str:
-    """Read the whole snapshot. Returns what is wrong with it, or ""."""
+    """Read the whole snapshot. Returns the fault, or ""."""
     try:
         with open_snapshot(Path(row.path)) as snapshot:
             snapshot.verify()
@@ -83,7 +83,7 @@ def verify(row: SnapshotRow) -> str:
 
 
 def remove(row: SnapshotRow) -> None:
-    """Remove it. Raises SnapshotError where that fails."""
+    """Remove it. Raises SnapshotError if that fails."""
     try:
         shutil.rmtree(row.path)
     except OSError as e:

@@ -229,7 +229,7 @@ class Reconciler:
                 self.settled.set()
             await self._note_aside()
             self._caches.changed.fire()
-            # Who forces a reload distrusts what is there, the snapshots too.
+            # A forced reload distrusts the snapshots too.
             outcomes += await self._load_all(todo.load, None if force else look)
             if along:
                 await self._load_along(todo.unchanged)
@@ -334,7 +334,7 @@ class Reconciler:
     async def _load_all(
         self, wanted: Sequence[Wanted], look: Staleness | None
     ) -> list[CacheOutcome]:
-        """Load, or restore where `look` finds a snapshot to be what a load would make."""
+        """Load, or restore if `look` finds a snapshot that equals the result of a load."""
         outcomes: list[CacheOutcome] = []
         started: dict[str, QueuedRun] = {}
         left = list(wanted)

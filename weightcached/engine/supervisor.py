@@ -56,6 +56,8 @@ START_TIMEOUT_S = 3600.0
 # Waking maps memory; the fence is free once the last process of the engine before is gone.
 PROMOTE_TIMEOUT_S = 60.0
 FENCE_TIMEOUT_S = 30.0
+PROMOTE_ATTEMPTS = 3
+PROMOTE_PAUSE_S = 1.0
 SLEEP_TIMEOUT_S = 60.0
 # Another service's requests end within its own drain_s, which only it knows.
 LONGEST_DRAIN_S = 3600.0
@@ -497,14 +499,33 @@ class Supervisor:
 
     async def _take_endpoint(self, number: int) -> dict[str, Any]:
         """Have the engine wake and accept. Raises EngineError."""
-        engine = self._running[number]
         if self._has_share:
-            return await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+            return await self._ask_to_serve(number)
         async with self._turns.held():
             await self._turns.make_room(timeout_s=LONGEST_DRAIN_S)
-            took = await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+            took = await self._ask_to_serve(number)
             self._has_share = True
         return took
+
+    async def _ask_to_serve(self, number: int) -> dict[str, Any]:
+        """An engine that cannot wake for want of memory sleeps on, and may be asked again: what
+        somebody else freed comes back a little later.
+        """
+        for attempt in range(PROMOTE_ATTEMPTS):
+            if number not in self._running:
+                raise EngineError("it has ended")
+            try:
+                return await self._running[number].ask(
+                    "promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S
+                )
+            except EngineError as e:
+                engine = self.service.engines.get(number)
+                alive = engine is not None and engine.phase is Phase.PROMOTING
+                if e.timed_out or not alive or attempt + 1 == PROMOTE_ATTEMPTS:
+                    raise
+                log.warning("engine=%d cannot take over yet: %s", number, e)
+                await asyncio.sleep(PROMOTE_PAUSE_S)
+        raise AssertionError("not reached")
 
     async def _drain(self, engine: Engine) -> None:
         number, drain_s = engine.number, self.spec.drain_s
