@@ -97,7 +97,7 @@ def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> St
             options.setdefault("socket_dir", str(socket_dir))
         arguments["model_loader_extra_config"] = options
     python = model.python or sys.executable
-    environment = environment_for(python)
+    environment = environment_for(python, model.env)
     devices = [device for device in model.devices if device != ALL]
     if devices and not is_host_device(devices[0]):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
