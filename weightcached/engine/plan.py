@@ -23,7 +23,7 @@ _REMEMBERED = ("kv_cache_bytes", "free_bytes", "vllm", "torch")
 
 
 @dataclass
-class Plan:
+class StartPlan:
     """One version of a service. `kv_cache_bytes` is what an engine of it has measured, 0 before
     one has.
     """
@@ -88,7 +88,7 @@ def _remembered(service: str, digest: str) -> dict[str, Any]:
         return {}
 
 
-def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> Plan:
+def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> StartPlan:
     """The plan for the manifest's entries as they are."""
     arguments = spec.merged(model)
     if socket_dir is not None and arguments["load_format"] in ("ipc_cache", "weightcached"):
@@ -102,7 +102,7 @@ def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> Pl
     if devices and not is_host_device(devices[0]):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     digest = spec.digest(model)
-    return Plan(
+    return StartPlan(
         service=spec.name,
         digest=digest,
         python=python,
