@@ -180,6 +180,32 @@ def test_loader_that_the_kernel_kills_leaves_the_unit_and_what_it_serves(
         unit.systemctl("stop")
 
 
+# ---- more segments than the unit's descriptor store takes
+
+
+def test_generation_that_the_store_cannot_hold_is_served_and_said_to_be_lost_at_a_restart(
+    unit: Unit,
+) -> None:
+    unit.configure(x_segments=8)
+    # systemd 254 and newer say it themselves.
+    unit.install("FileDescriptorStoreMax=8", "Environment=FDSTORE=8").systemctl("start")
+    cache = unit.cache()
+    assert (cache.state, cache.segments) == ("ready", 8)
+    assert cache.warning == (
+        "a restart of the daemon will load it again: the descriptor store holds 1 of 8, these are 9 more: "
+        "raise FileDescriptorStoreMax= with a drop-in"
+    )
+    assert cache.warning in ctl("status", env=unit.manager.env).stdout
+    # Half a generation would be of no use.
+    assert unit.show("NFileDescriptorStore") == "0"
+    killed(unit)
+    assert (unit.cache().source, unit.loads()) == ("loaded", 2)
+    unit.install("FileDescriptorStoreMax=16", "Environment=FDSTORE=16").systemctl("restart")
+    assert unit.cache().warning == ""
+    killed(unit)
+    assert (unit.cache().source, unit.loads()) == ("adopted", 3)
+
+
 # ---- what was dropped
 
 
@@ -262,6 +288,38 @@ def test_drop_during_a_reload_with_a_slow_store_ends(
     # And each can be had again.
     assert isinstance(reload(daemon), ReloadReply)
     assert {c.state for c in daemon.status().caches} == {"ready"}
+
+
+# ---- a group
+
+
+def test_peers_of_a_rank_that_lost_its_generation_load_along_and_keep_theirs(
+    make_daemon: Launcher, checkpoint: Path
+) -> None:
+    """With loaders that do not meet; tests/everyday/test_real_loaders.py has two that do."""
+    devices = ["cpu0", "cpu1", "cpu2"]
+    entry = model("m", checkpoint, tensor_parallel_size=3)
+    entry |= {"devices": devices, "rendezvous": {"group": "127.0.0.1:29777"}}
+    ranks = [make_daemon([entry], device=device).start() for device in devices]
+    for rank in ranks:
+        rank.until(lambda s: s.state == "ready", "all are up")
+    ranks[0].log_path.write_text("")
+    with ranks[0].client() as engine:
+        engine.attach(key_of(entry["engine"])).close()
+        # Two are lost at once, with what their managers kept.
+        for rank in ranks[1:]:
+            rank.signal(signal.SIGKILL)
+            rank.wait()
+        for rank in ranks[1:]:
+            rank.launch()
+        for rank in ranks[1:]:
+            rank.notified("READY=1")
+        until(lambda: "loaded along cache=m/target" in ranks[0].log, "rank 0 loads with them")
+        served = ranks[0].until(lambda s: not s.caches[0].phase, "its load is over").caches[0]
+        assert (served.state, served.generation, served.error) == ("ready", 1, "")
+        assert [e.generation for e in served.engines] == [1]
+    assert [rank.status().caches[0].state for rank in ranks] == ["ready"] * 3
+    assert ranks[0].status().old_generations == []
 
 
 # ---- old generations

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.everyday.test_daemon import ctl
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
 from tests.systemd.manager import PrivateManager
+from weightcached.cli.weightcachectl import main
+from weightcached.system import host_checks
 
 Launcher = Callable[..., DaemonProcess]
 # No passwd entry has it.
@@ -160,7 +163,7 @@ def test_uninstall_beside_a_running_unit_is_refused(
     assert ctl("start", "cpu0", env=installed.env).returncode == 0
     refused = ctl("uninstall", env=installed.env)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert f"{unit} runs, and would lose what is resident" in refused.stderr
+    assert f"{unit} runs, and would lose resident weights" in refused.stderr
     assert f"systemctl --user disable --now {unit}" in refused.stderr
     assert (installed.unit_dir / "weightcached@.service").exists()
     assert installed.show(unit, "ActiveState") == "active"
@@ -169,3 +172,36 @@ def test_uninstall_beside_a_running_unit_is_refused(
     removed = ctl("uninstall", env=installed.env)
     assert removed.returncode == 0
     assert not (installed.unit_dir / "weightcached@.service").exists()
+
+
+# ---- the driver's device nodes
+
+
+def test_doctor_says_who_must_make_the_device_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first program of root: the driver is loaded, and there is no node yet."""
+    dev, proc = tmp_path / "dev", tmp_path / "proc"
+    gpu = proc / "gpus/0000:1b:00.0"
+    gpu.mkdir(parents=True)
+    dev.mkdir()
+    (gpu / "information").write_text("Model: \t\t NVIDIA H200\nDevice Minor: \t 0\n")
+    monkeypatch.setattr(host_checks, "DEV", dev)
+    monkeypatch.setattr(host_checks, "PROC_NVIDIA", proc)
+
+    def said() -> str:
+        lines = CliRunner().invoke(main, ["doctor"]).stdout.splitlines()
+        return next((line for line in lines if "device nodes:" in line), "")
+
+    assert said().startswith(
+        f"warn  device nodes: {dev}/nvidiactl, {dev}/nvidia-uvm, {dev}/nvidia0 not there: nvidia-modprobe"
+    )
+    assert "sudo nvidia-modprobe -u -c 0" in said()
+    for name in ("nvidiactl", "nvidia0"):
+        (dev / name).touch()
+    # What NVML has made is not all that CUDA opens.
+    assert said().startswith(f"warn  device nodes: {dev}/nvidia-uvm not there")
+    (dev / "nvidia-uvm").touch()
+    assert said() == "ok    device nodes: those of the NVIDIA driver are there"
+    shutil.rmtree(proc)
+    assert said() == ""

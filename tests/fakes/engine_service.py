@@ -3,6 +3,8 @@
 Arguments that it knows, all optional:
     x_fail      fail to start with this message
     x_fail_file fail with what this file says, while it is there
+    x_no_fork   fail to start where it was forked
+    x_wake_fails a file with a number: so many wakes fail
     x_starts    a file that gets one line for each start
 
 GET / answers {"engine": N, "pid": …, "core": …, "arguments": …}; GET /slow?S answers after S
@@ -83,6 +85,10 @@ class FakeEngine:
             raise EngineError("the core has ended")
 
     async def wake(self) -> None:
+        failures = Path(self.job.arguments.get("x_wake_fails", "/nonexistent"))
+        if failures.exists() and (left := int(failures.read_text())) > 0:
+            failures.write_text(str(left - 1))
+            raise RuntimeError("no memory")
         self.asleep = False
 
     async def sleep(self) -> None:
@@ -161,6 +167,10 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
             file.write(f"{job.number}\n")
     if arguments.get("x_fail"):
         raise RuntimeError(arguments["x_fail"])
+    if arguments.get("x_no_fork") and "weightcached.engine.nursery" in (
+        sys.modules["__main__"].__doc__ or ""
+    ):
+        raise RuntimeError("it does not start after a fork")
     fail_file = Path(arguments.get("x_fail_file", "/nonexistent"))
     if fail_file.exists():
         raise RuntimeError(fail_file.read_text())

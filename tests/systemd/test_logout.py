@@ -36,7 +36,8 @@ LimitCORE=0
 """
 ABSENT = (
     f"the runtime directory {RUNTIME} does not exist: log in through a session that systemd-logind opens, "
-    f"or run 'loginctl enable-linger {UID}', or set XDG_RUNTIME_DIR"
+    f"or run 'loginctl enable-linger {UID}', or set XDG_RUNTIME_DIR, "
+    "or name the directory of the sockets: --socket-dir"
 )
 
 

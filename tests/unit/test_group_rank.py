@@ -79,7 +79,8 @@ def test_rank_that_does_not_come_is_named_with_its_device(port: int) -> None:
         first.meet("configured")
     assert str(caught.value) == (
         f"m/target: waited 1 s at 127.0.0.1:{port} for rank 1 (cpu1) to be configured: are their units started, and "
-        "with this model in their manifest? 'systemctl --user status weightcached.target'"
+        "with this model in their manifest? 'systemctl --user status weightcached.target'; on another node, ranks that "
+        "serve already come with 'weightcachectl reload --force --cache m/target'"
     )
 
 

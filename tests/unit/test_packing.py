@@ -17,6 +17,7 @@ from weightcached.segments.packing import (
     StorageSpec,
     align_up,
     plan_segments,
+    segment_nbytes_for,
 )
 
 MIB = 1 << 20
@@ -124,6 +125,20 @@ def test_segments_are_a_gibibyte_by_default() -> None:
         SEGMENT_NBYTES,
         1 << 29,
     ]
+
+
+@pytest.mark.parametrize("tib", [1, 2, 6])
+def test_large_host_fits_the_descriptor_store_twice(tib: int) -> None:
+    memory = tib << 40
+    storages = [StorageSpec(memory // 1000)] * 1000
+    layout = plan_segments(storages, granularity=PAGE, segment_nbytes=segment_nbytes_for(memory))
+    # The unit has FileDescriptorStoreMax=1024.
+    assert 2 * len(layout.segments) < 1024
+
+
+def test_no_gpu_of_today_has_other_segments_than_before() -> None:
+    assert segment_nbytes_for(300 << 30) == segment_nbytes_for(384 << 30) == SEGMENT_NBYTES
+    assert segment_nbytes_for((384 << 30) + 1) == 2 * SEGMENT_NBYTES
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])

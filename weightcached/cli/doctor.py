@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
 from weightcached.cli.status import ask_device
+from weightcached.cli.text import mark
 from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_manifest
 from weightcached.errors import (
     CheckpointMissingError,
@@ -28,7 +29,13 @@ from weightcached.errors import (
     WeightcachedError,
 )
 from weightcached.system.gpus import list_gpus, persistence_warning
-from weightcached.system.host_checks import is_full, lingers, output, units_that_are
+from weightcached.system.host_checks import (
+    is_full,
+    lingers,
+    missing_device_nodes,
+    output,
+    units_that_are,
+)
 from weightcached.system.paths import (
     check_private_dir,
     check_socket,
@@ -77,17 +84,19 @@ class Finding(NamedTuple):
 def as_line(finding: Finding) -> str:
     """One line of the report."""
     fix = f"; fix: {finding.fix}" if finding.fix else ""
-    return f"{finding.level:<4}  {finding.check}: {finding.text}{fix}"
+    return f"{mark(f'{finding.level:<4}')}  {finding.check}: {finding.text}{fix}"
 
 
 def examine() -> list[Finding]:
     """All findings, in the order of a daemon's needs."""
+    # Looked at before anything of ours asks NVML, which would have some of them made.
+    nodes = list(_device_nodes())
     findings = [*_versions(), _open_files(), *_session(), *_manager(), *_units(), *_failed_units()]
     findings += _unreachable_units()
     findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
     findings += [finding, *_checkpoints(manifest), *_interpreters(manifest)]
-    return [*findings, *_processor(manifest), *_gpus(manifest), *_sockets()]
+    return [*findings, *_processor(manifest), *nodes, *_gpus(manifest), *_sockets()]
 
 
 def _manifest() -> tuple[Manifest | None, Finding]:
@@ -282,7 +291,7 @@ def _runtime_directory() -> Iterator[Finding]:
             "runtime directory",
             "fail",
             text,
-            f"df -i {directory.parent}; rm what is not needed there",
+            f"df -i {directory.parent}; rm files that are not needed there",
         )
     if not os.path.lexists(directory):
         yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
@@ -323,7 +332,7 @@ def _cache_directory() -> Finding:
             f"chmod go-w {there}",
         )
     if info.f_bavail == 0 or is_full(there):
-        fix = f"df -h {there}; rm what is not needed there"
+        fix = f"df -h {there}; rm files that are not needed there"
         return Finding("cache directory", "warn", f"{there} is full: {again}", fix)
     return Finding("cache directory", "ok", str(directory))
 
@@ -358,7 +367,9 @@ def _socket(path: Path) -> Finding:
     failed = [cache for cache in reply.caches if cache.state == "failed"]
     if failed:
         text = "; ".join(
-            f"{cache.name} failed: {' '.join(cache.error.split())}" for cache in failed
+            f"{cache.name} failed{', is tried again' if cache.retry_at is not None else ''}: "
+            f"{' '.join(cache.error.split())}"
+            for cache in failed
         )
         return Finding("socket", "fail", f"{path}: {text}", f"weightcachectl reload {path.stem}")
     if __version__ not in reply.software:
@@ -426,6 +437,22 @@ def _processor(manifest: Manifest | None) -> Iterator[Finding]:
     else:
         text = "no AVX-512: engines of vLLM's CPU build end on 4-bit weights (AWQ, GPTQ, W4A16), from disk too"
         yield Finding("processor", "ok", text)
+
+
+def _device_nodes() -> Iterator[Finding]:
+    missing = missing_device_nodes()
+    if missing is None:
+        return
+    if not missing:
+        yield Finding("device nodes", "ok", "those of the NVIDIA driver are there")
+        return
+    names = ", ".join(str(path) for path in missing)
+    text = (
+        f"{names} not there: nvidia-modprobe, which is setuid, makes them for other programs, but not for a daemon, "
+        "whose unit has NoNewPrivileges="
+    )
+    fix = "at each boot, before the units start: sudo nvidia-modprobe -u -c 0 (docs/operations.md has a unit for it)"
+    yield Finding("device nodes", "warn", text, fix)
 
 
 def _gpus(manifest: Manifest | None) -> Iterator[Finding]:

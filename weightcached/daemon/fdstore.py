@@ -36,6 +36,8 @@ _INDEX = "index"
 _NAME = re.compile(r"wc1\.([0-9a-f]{40})\.(index|0|[1-9][0-9]{0,5})")
 _NOTE = re.compile(r"wc1\.aside\.([0-9]{1,9})")
 _MAX_NOTE_BYTES = 1 << 20
+# The unit's FileDescriptorStoreMax=. systemd 254 and newer say it in $FDSTORE.
+DEFAULT_MAX = 1024
 
 
 class StoreError(Exception):
@@ -49,13 +51,31 @@ def _tag(index_digest: str) -> str:
 class FdStore:
     """Puts generations into the store and takes them out again. Blocking: call it from a thread."""
 
-    def __init__(self, notify_socket: str | None) -> None:
+    def __init__(self, notify_socket: str | None, *, limit: int = DEFAULT_MAX) -> None:
         self._address = notify_socket
+        self._limit = limit
         self._note = 0
+        # Descriptors in the store, by set.
+        self._kept: dict[str, int] = {}
+
+    def kept(self, generation: Generation) -> None:
+        """Count a generation that was stored by an earlier daemon."""
+        self._kept[_tag(generation.index_digest)] = len(generation.fds)
 
     def put(self, generation: Generation) -> None:
-        """Store all descriptors of a generation; wait for the manager. Raises StoreError."""
+        """Store all descriptors of a generation; wait for the manager.
+
+        Raises StoreError, also for more than the store takes: systemd silently closes those.
+        """
         tag = _tag(generation.index_digest)
+        # One for the note.
+        used = sum(list(self._kept.values())) + 1
+        if self._address is not None and used + len(generation.fds) > self._limit:
+            raise StoreError(
+                f"the descriptor store holds {used} of {self._limit}, these are {len(generation.fds)} more: raise "
+                "FileDescriptorStoreMax= with a drop-in"
+            )
+        self.kept(generation)
         with self._connection() as manager, generation.handout() as fds:
             for place, fd in zip([_INDEX, *map(str, range(len(fds) - 1))], fds, strict=True):
                 manager.store(f"{tag}.{place}", fd)
@@ -64,6 +84,7 @@ class FdStore:
     def remove(self, generation: Generation) -> None:
         """Take a generation out. Raises StoreError."""
         tag = _tag(generation.index_digest)
+        self._kept.pop(tag, None)
         # Segments first: if this is cut short, an index without segments stays, which adopt()
         # drops.
         self.remove_names(
@@ -71,7 +92,7 @@ class FdStore:
         )
 
     def note_aside(self, aside: Mapping[str, Aside]) -> None:
-        """Keep what is to stay unloaded, in place of what was noted before. Raises StoreError."""
+        """Store the names of caches that stay unloaded; replaces the note. Raises StoreError."""
         last, self._note = self._note, self._note + 1
         with self._connection() as manager:
             if aside:
@@ -82,7 +103,7 @@ class FdStore:
             manager.barrier()
 
     def take_note(self, stored: list[Stored]) -> dict[str, Aside]:
-        """What an earlier daemon noted; taken out of `stored`, and kept in the store."""
+        """The note of an earlier daemon; taken out of `stored`, and kept in the store."""
         notes = {int(m[1]): item for item in stored if (m := _NOTE.fullmatch(item.name))}
         stored[:] = [item for item in stored if not _NOTE.fullmatch(item.name)]
         if not notes:

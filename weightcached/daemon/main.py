@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from weightcached import __version__
 from weightcached.daemon import fdstore
 from weightcached.daemon.caches import Aside, Cache, Caches, Generation
@@ -26,14 +28,17 @@ from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.fairness import Queues
+from weightcached.daemon.group import GroupPeers
+from weightcached.daemon.holds import LIMIT_S, Holds
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
-from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
+from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
@@ -41,9 +46,10 @@ from weightcached.errors import (
     DeviceBusyError,
     ManifestError,
     RuntimePathError,
+    UnknownCacheError,
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
-from weightcached.system.paths import check_device, runtime_dir
+from weightcached.system.paths import check_device, runtime_dir, socket_path
 from weightcached.system.text import bytes_text
 from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire import resident
@@ -53,6 +59,7 @@ from weightcached.wire.messages import (
     Refused,
     ReloadReply,
     StatusReply,
+    refusal,
 )
 from weightcached.wire.resident import boot_id
 
@@ -78,11 +85,12 @@ class ServeOptions:
     socket_dir: Path | None = None
     loaders_ahead: int | None = None
     loader_command: Sequence[str] | None = None
-    # Whether what failed and may succeed later is tried again here; if not, a daemon with nothing
-    # to serve ends with status 1.
+    # Whether the daemon tries passing failures again; if not, a daemon with nothing to serve ends
+    # with status 1.
     retry: bool = True
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
+    hold_limit_s: float = LIMIT_S
 
 
 def run(options: ServeOptions) -> int:
@@ -96,7 +104,7 @@ def run(options: ServeOptions) -> int:
     directory = options.socket_dir or runtime_dir()
     with Endpoint(device, directory) as endpoint:
         _raise_descriptor_limit()
-        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None)
+        store = fdstore.FdStore(os.environ.get("NOTIFY_SOCKET") or None, limit=_store_limit())
         stored = inherited(os.environ)
         aside = store.take_note(stored)
         adopted = _adopt(device, store, stored, aside)
@@ -108,6 +116,16 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _store_limit() -> int:
+    """The number of descriptors that the manager keeps for us.
+
+    Older managers do not tell: a drop-in that raises FileDescriptorStoreMax= must set FDSTORE= in
+    Environment= too.
+    """
+    said = os.environ.get("FDSTORE", "")
+    return int(said) if said.isdecimal() else fdstore.DEFAULT_MAX
 
 
 def _adopt(
@@ -128,6 +146,7 @@ def _adopt(
         except fdstore.StoreError as e:
             log.warning("stays in the store until the unit stops cache=%s error=%s", g.cache, e)
     for g in generations:
+        store.kept(g)
         log.info(
             "adopted cache=%s generation=%d segments=%d bytes=%d",
             g.cache,
@@ -198,10 +217,12 @@ class Daemon:
         for name, note in aside.items():
             self.caches.set_aside(name, note)
         self.leases = Leases()
+        self.holds = Holds(limit_s=options.hold_limit_s)
         self.tally = Tally(adoptions=len(adopted))
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
         digest = partial(make_full_digest, on_progress=self._notifier.digesting)
         self.matcher = Matcher(self.caches, self.device, digest)
+        self._snapshots = Snapshots(self.device, endpoint.socket.parent)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -215,7 +236,10 @@ class Daemon:
             manifest=options.manifest,
             ahead=options.loaders_ahead,
             look=partial(Staleness, self.matcher.full_digest, partial(digest, idle=False)),
+            snapshots=self._snapshots,
             unmap_parked=self.leases.unmap_parked,
+            holds=self.holds,
+            peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
         )
         self._endpoint = endpoint
         # Why there is no socket, and none could be made; or "".
@@ -265,9 +289,7 @@ class Daemon:
         return None
 
     async def _first_reconcile(self) -> int | None:
-        """Load what is missing. Returns the failure's exit status when nothing can be served, now
-        or later.
-        """
+        """Load missing caches. Returns the exit status if nothing can be served, now or later."""
         try:
             outcomes = await self.reconciler.run(starting=True)
         except ManifestError as e:
@@ -300,6 +322,7 @@ class Daemon:
         self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
         await end_tasks(*self._tasks)
+        await self._snapshots.close()
         await self.matcher.close()
         self._write(stopped=True)
         # 3. Engines: they keep their mappings.
@@ -325,7 +348,9 @@ class Daemon:
         # If it is refused, a waiting reload will read the manifest as it is now.
         self.reload(force=False, only=[])
 
-    def reload(self, *, force: bool, only: list[str]) -> asyncio.Task[ReloadResult] | Refused:
+    def reload(
+        self, *, force: bool, only: list[str], along: bool = False
+    ) -> asyncio.Task[ReloadResult] | Refused:
         """Begin a reload, which goes on even if nobody waits for it. Reloads run one after the
         other.
 
@@ -333,24 +358,24 @@ class Daemon:
         """
         if self._reloads >= MAX_RELOADS:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
-            return Refused(code="busy", message=message)
+            return refusal("busy", message)
         self._reloads += 1
-        task = asyncio.create_task(self._reload(force=force, only=only))
+        task = asyncio.create_task(self._reload(force=force, only=only, along=along))
         task.add_done_callback(self._reload_ended)
         self._keep(task)
         return task
 
-    async def _reload(self, *, force: bool, only: list[str]) -> ReloadResult:
+    async def _reload(self, *, force: bool, only: list[str], along: bool) -> ReloadResult:
         # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
         await self._started.wait()
         async with self._reload_turn:
             await self._notifier.reloading()
             try:
-                return await self.reconciler.run(force=force, only=only)
+                return await self.reconciler.run(force=force, only=only, along=along)
             except ManifestError as e:
                 return ReloadReply(error=str(e))
             except UnknownCacheError as e:
-                return Refused(code="unknown-cache", message=str(e))
+                return Refused(code=e.code, message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
 
@@ -375,7 +400,22 @@ class Daemon:
 
     def _cache_status(self, cache: Cache) -> CacheStatus:
         retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
-        return cache.status(self.leases, retry_at=retry_at)
+        status = cache.status(self.leases, retry_at=retry_at)
+        outcome = self._snapshots.outcome(cache.generation) if cache.generation else ""
+        return msgspec.structs.replace(status, snapshot=outcome)
+
+    def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]:
+        """Free a generation of which process `by` has a copy, as soon as nobody holds it."""
+        task = asyncio.create_task(self._release(generation, by))
+        self._keep(task)
+        return task
+
+    async def _release(self, generation: Generation, by: int) -> None:
+        await self.leases.none_on(generation)
+        cache = self.caches.get(generation.cache)
+        # Another engine's Release, a reload or a Drop may have been first.
+        if cache is not None and cache.generation is generation:
+            await self.reconciler.release(cache, by=by)
 
     async def _write_resident(self) -> None:
         """Keep the file beside the socket as true as an answer would be."""

@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine is started with. `directory` is its own, in the service's; `listen` is the
     public address as the manifest has it. `parked`: another engine serves, so start without the
     memory of a KV cache where that can be done. kv_cache_bytes: what an equal engine measured, 0
-    if unknown.
+    if unknown. `remembered` are facts of the last first start with the same arguments.
     """
 
     service: str
@@ -50,7 +50,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     parked: bool = False
     kv_cache_bytes: int = 0
-    forked: bool = False
+    devices: list[str] = []
+    remembered: dict[str, Any] = {}
 
     @property
     def fence(self) -> Path:
@@ -76,7 +77,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     active: int
 
 
-class Engine(Protocol):
+class AsyncEngine(Protocol):
     """What makes the engine offers. `facts` are for the supervisor's record."""
 
     @property
@@ -116,13 +117,13 @@ class Module(Protocol):
     def run(self, main: Any) -> None:
         """Run the coroutine to its end on the event loop that the engine wants."""
 
-    def start(self, job: Job, fence_fd: int) -> AbstractAsyncContextManager[Engine]: ...
+    def start(self, job: Job, fence_fd: int) -> AbstractAsyncContextManager[AsyncEngine]: ...
 
 
-class Child:
+class EngineChild:
     """Answers the supervisor."""
 
-    def __init__(self, engine: Engine, job: Job, fence_fd: int, public: socket.socket) -> None:
+    def __init__(self, engine: AsyncEngine, job: Job, fence_fd: int, public: socket.socket) -> None:
         self._engine = engine
         self._job = job
         self._fence_fd = fence_fd
@@ -191,10 +192,10 @@ class Child:
 async def _serve(job: Job, module: Module, public: socket.socket, control_fd: int) -> None:
     fence_fd = os.open(job.fence, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     async with module.start(job, fence_fd) as engine:
-        child = Child(engine, job, fence_fd, public)
+        child = EngineChild(engine, job, fence_fd, public)
         with socket.socket(fileno=control_fd) as sock:
             sock.setblocking(False)
-            server = control.Server(sock, child.handle)
+            server = control.ControlServer(sock, child.handle)
             await engine.ended()
             server.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +18,12 @@ from weightcached.system.process import environment_for
 
 log = logging.getLogger(__name__)
 
+# Facts of a start that the next one can use: what it found free for its KV cache, and where.
+_REMEMBERED = ("kv_cache_bytes", "free_bytes", "vllm", "torch")
+
 
 @dataclass
-class Plan:
+class StartPlan:
     """One version of a service. `kv_cache_bytes` is what an engine of it has measured, 0 before
     one has.
     """
@@ -29,7 +34,9 @@ class Plan:
     listen: Listen
     arguments: dict[str, Any]
     environment: dict[str, str]
-    kv_cache_bytes: int = field(default=0)
+    devices: list[str]
+    kv_cache_bytes: int = 0
+    remembered: dict[str, Any] = field(default_factory=dict)
 
     def job(self, directory: Path, number: int, *, parked: bool) -> Job:
         """What engine `number` is told."""
@@ -41,16 +48,47 @@ class Plan:
             port=self.listen.port,
             path=self.listen.path,
             arguments=self.arguments,
+            # Of an executed engine's every line; a forked one has it from its server.
+            environment={"VLLM_LOGGING_PREFIX": f"{self.service}/{number} "},
             parked=parked,
             kv_cache_bytes=self.kv_cache_bytes,
+            devices=self.devices,
+            remembered={} if parked else self.remembered,
         )
 
     def learn(self, facts: dict[str, Any]) -> None:
-        """Keep what an engine of this version found out about itself."""
+        """Keep what an engine of this version found out about itself, beyond this supervisor if it
+        started on a device without neighbours.
+        """
         self.kv_cache_bytes = int(facts.get("kv_cache_bytes", 0)) or self.kv_cache_bytes
+        if not facts.get("free_bytes") or not facts.get("kv_cache_bytes"):
+            return
+        self.remembered = {name: facts.get(name) for name in _REMEMBERED}
+        path = _memory_file(self.service)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            part.write_text(json.dumps({"digest": self.digest, "facts": self.remembered}))
+            part.replace(path)
+        except OSError as e:
+            log.info("service=%s the next start measures again: %s", self.service, e)
 
 
-def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> Plan:
+def _memory_file(service: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "weightcached", "engines", f"{service}.json")
+
+
+def _remembered(service: str, digest: str) -> dict[str, Any]:
+    """Facts of the last first start with the same arguments; empty where there was none."""
+    try:
+        kept = json.loads(_memory_file(service).read_text(encoding="utf-8"))
+        return dict(kept["facts"]) if kept["digest"] == digest else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> StartPlan:
     """The plan for the manifest's entries as they are."""
     arguments = spec.merged(model)
     if socket_dir is not None and arguments["load_format"] in ("ipc_cache", "weightcached"):
@@ -59,15 +97,18 @@ def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> Pl
             options.setdefault("socket_dir", str(socket_dir))
         arguments["model_loader_extra_config"] = options
     python = model.python or sys.executable
-    environment = environment_for(python)
+    environment = environment_for(python, model.env)
     devices = [device for device in model.devices if device != ALL]
     if devices and not is_host_device(devices[0]):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return Plan(
+    digest = spec.digest(model)
+    return StartPlan(
         service=spec.name,
-        digest=spec.digest(model),
+        digest=digest,
         python=python,
         listen=spec.listen,
         arguments=arguments,
         environment=environment,
+        devices=devices,
+        remembered=_remembered(spec.name, digest),
     )

@@ -71,13 +71,13 @@ def holds_file(pid: int, path: Path) -> bool:
     """Whether the process has `path` open: of an engine's processes, those that hold its fence are
     the engine; a compiler that it runs is not.
     """
+    wanted = os.fspath(path)
     try:
-        wanted = path.stat()
         with os.scandir(f"/proc/{pid}/fd") as fds:
             for fd in fds:
+                # The name alone: to look at the file itself could hang, where its file system does.
                 with contextlib.suppress(OSError):
-                    info = os.stat(fd.path)
-                    if (info.st_dev, info.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    if os.readlink(fd.path) == wanted:
                         return True
     except OSError:
         pass

@@ -22,7 +22,13 @@ from weightcached.model.bind import LOOKUP_ERRORS, look_up, resolve_owner
 from weightcached.model.hashing import SegmentHasher
 from weightcached.model.walk import TensorSlot, tensors, type_name
 from weightcached.segments.api import Backend, WritableSegment
-from weightcached.segments.packing import Packing, StoragePlacement, StorageSpec, plan_segments
+from weightcached.segments.packing import (
+    Packing,
+    StoragePlacement,
+    StorageSpec,
+    plan_segments,
+    segment_nbytes_for,
+)
 from weightcached.system.fds import OwnedFd, close_all
 
 Progress = Callable[[int, int], None]
@@ -143,6 +149,7 @@ def pack(
             for source in sources
         ],
         granularity=backend.granularity(),
+        segment_nbytes=segment_nbytes_for(backend.free_bytes()[1]),
     )
     done, total = 0, sum(source.nbytes for source in sources)
     storages: list[StorageRecord | None] = [None] * len(sources)

@@ -10,6 +10,9 @@ from weightcached.errors import LayoutError
 # Every storage starts on a multiple of this: cuBLAS and vectorized kernels want at most 256.
 ALIGN_BYTES = 512
 SEGMENT_NBYTES = 1 << 30
+# A device is filled by about so many segments, twice during a reload. The unit's descriptor store
+# holds 1024; a host of some TiB would need more of 1 GiB each.
+_SEGMENTS_OF_A_DEVICE = 384
 # A storage below this goes to the private segment, which every engine copies.
 SMALL_NBYTES = 64 * 1024
 
@@ -41,6 +44,11 @@ class Packing(NamedTuple):
 def align_up(nbytes: int, alignment: int) -> int:
     """The smallest multiple of `alignment` that is not below `nbytes`."""
     return -(-nbytes // alignment) * alignment
+
+
+def segment_nbytes_for(device_nbytes: int) -> int:
+    """How large segments are on a device with so much memory: 1 GiB, and more beyond 384 GiB."""
+    return SEGMENT_NBYTES * max(1, -(-device_nbytes // (SEGMENT_NBYTES * _SEGMENTS_OF_A_DEVICE)))
 
 
 def plan_segments(

@@ -13,6 +13,8 @@ from weightcached.system.paths import session_environment
 
 COMMAND_TIMEOUT_S = 20.0
 LINGER_DIR = Path("/var/lib/systemd/linger")
+DEV = Path("/dev")
+PROC_NVIDIA = Path("/proc/driver/nvidia")
 _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("'"): "\\'"}
 
 
@@ -64,3 +66,23 @@ def is_full(directory: Path) -> bool:
     except OSError:
         return False
     return info.f_files > 0 and info.f_favail == 0
+
+
+def missing_device_nodes() -> list[Path] | None:
+    """Missing device nodes that CUDA opens; None if no NVIDIA driver is loaded.
+
+    The driver makes none itself. The first use of NVML or CUDA runs nvidia-modprobe, which makes
+    them. It is setuid, so it does nothing for a process with NoNewPrivileges=.
+    """
+    if not PROC_NVIDIA.is_dir():
+        return None
+    needed = [DEV / "nvidiactl", DEV / "nvidia-uvm"]
+    minors = [
+        DEV / f"nvidia{minor}"
+        for path in sorted(PROC_NVIDIA.glob("gpus/*/information"))
+        for minor in re.findall(r"^Device Minor:\s*(\d+)", path.read_text(), re.MULTILINE)
+    ]
+    # A container sees those of its own GPUs alone.
+    if not any(path.exists() for path in minors):
+        needed += minors
+    return [path for path in needed if not path.exists()]

@@ -30,7 +30,7 @@ class Credentials(NamedTuple):
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
-    """Who is at the other end of a connected Unix socket. Raises OSError."""
+    """The process at the other end of a connected Unix socket. Raises OSError."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     if len(data) != _UCRED.size:
         raise OSError(f"SO_PEERCRED gave {len(data)} bytes")
@@ -38,8 +38,9 @@ def peer_credentials(sock: socket.socket) -> Credentials:
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
-    """A pidfd of the process at the other end, whose number is `pid`; None if there is none to be
-    had: it is gone already, or not ours to see.
+    """A pidfd of the process `pid` at the other end.
+
+    None if that process is gone, or invisible to us.
     """
     try:
         return OwnedFd(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
@@ -70,9 +71,7 @@ class ParentDeath:
         self._libc = ctypes.CDLL(None)
 
     def follow(self, parent: int) -> bool:
-        """Die with the parent from now on. False if `parent` is gone already, and nobody would
-        notice.
-        """
+        """Die with the parent from now on. False if `parent` is gone already."""
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         return os.getppid() == parent
 
@@ -84,16 +83,14 @@ def die_with_parent() -> None:
 
 
 def prefer_for_oom_killer() -> None:
-    """Offer this process to the kernel first when memory runs out: what it does can be done again,
-    what the daemon and the engines hold cannot.
-    """
+    """Offer this process to the kernel first when memory runs out: its work can be repeated."""
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
         score.write("800")
 
 
 def environment_for(program: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child that runs `program`: ours, without what the manager gave to us
-    alone, as it is when the program's own environment is activated.
+    """The environment for a child that runs `program`: ours, without the manager's variables, and
+    with the program's directory in PATH.
 
     Without ninja, vLLM does not use FlashInfer's kernels. ninja is usually installed beside the
     interpreter, in a directory that a service manager does not search.

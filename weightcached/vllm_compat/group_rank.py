@@ -126,7 +126,8 @@ class Peers:
         names = ", ".join(self.name(rank) for rank in missing)
         return LoadError(
             f"{self._cache}: waited {self._meeting.timeout_s} s at {self._place} for {names} to be {stage}: are their "
-            "units started, and with this model in their manifest? 'systemctl --user status weightcached.target'"
+            "units started, and with this model in their manifest? 'systemctl --user status weightcached.target'; on "
+            f"another node, ranks that serve already come with 'weightcachectl reload --force --cache {self._cache}'"
         )
 
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import logging
 import os
 import socket
@@ -20,14 +21,18 @@ from typing import Any
 from unittest import mock
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
+from weightcached.engine import tree
 from weightcached.engine.child import Activity, Job, say_error
 from weightcached.errors import EngineError
+from weightcached.system.gpus import free_bytes
 from weightcached.vllm_compat import parked_start, serve_arguments
 
 log = logging.getLogger("vllm.weightcached")
 
 _CLOSE = (b"connection", b"close")
 _POLL_S = 0.005
+# Contexts of other processes differ by so much from one start to the next.
+_SLACK_BYTES = 64 << 20
 # What a GPU engine imports after its start; each fork has it then.
 _GPU_MODULES = (
     "vllm.v1.worker.gpu_worker",
@@ -90,6 +95,16 @@ class _KeepCause(logging.Handler):
             say_error(self._path, record.exc_info[1])
 
 
+def _number_lines(prefix: str) -> None:
+    """Have this process's lines, and those of what it forks, begin with the prefix, as vLLM does it
+    where it is imported with VLLM_LOGGING_PREFIX.
+    """
+    for handler in logging.getLogger("vllm").handlers:
+        formatter = handler.formatter
+        if formatter is not None and not (formatter._fmt or "").startswith(prefix):
+            formatter._fmt = formatter._style._fmt = prefix + formatter._style._fmt
+
+
 def _kv_file(error_file: Path) -> Path:
     return error_file.with_name("kv_cache_bytes")
 
@@ -126,7 +141,7 @@ def join_engine() -> None:
     logger = logging.getLogger("vllm")
     if not any(isinstance(handler, _KeepCause) for handler in logger.handlers):
         logger.addHandler(_KeepCause(Path(path)))
-    _hand_on(int(os.environ[FENCE_FD]))
+    _hand_on(int(os.environ[FENCE_FD]), Path(path).parents[1] / "fence")
     from vllm.v1.executor.abstract import Executor
 
     if not hasattr(Executor.determine_available_memory, "original"):
@@ -135,8 +150,11 @@ def join_engine() -> None:
         Executor.determine_available_memory.original = original
 
 
-def _hand_on(fd: int) -> None:
+def _hand_on(fd: int, fence: Path) -> None:
     """Have processes started by spawn inherit the fence too, as forked ones do."""
+    # Programs that an engine runs have its environment, and not its descriptors.
+    if not tree.holds_file(os.getpid(), fence):
+        return
     if getattr(util.spawnv_passfds, "hands_on", None) == fd:
         return
     original = util.spawnv_passfds
@@ -157,6 +175,8 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs(f"{job.service}/{job.number}")
+    _number_lines(os.environ.get("VLLM_LOGGING_PREFIX", ""))
+    free = 0 if job.parked else _free_bytes(job)
     args = serve_arguments.parse(_arguments(job))
     args.host, args.port = job.host or None, job.port
     private = copy.copy(args)
@@ -172,7 +192,7 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
         with mock.patch.object(entry, "serve_http", serve):
             serving = asyncio.ensure_future(entry.build_and_serve(client, address, sock, args))
             server = await _started(serving, apps)
-        yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping())
+        yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping(), free=free)
 
 
 def _arguments(job: Job) -> dict[str, Any]:
@@ -187,7 +207,8 @@ def _arguments(job: Job) -> dict[str, Any]:
     if not current_platform.is_cuda():
         return arguments
     maps = arguments.get("load_format") in OWN_LOAD_FORMATS
-    if maps:
+    sleeps = maps and _knows_sleep_backends()
+    if sleeps:
         arguments.setdefault("enable_sleep_mode", True)
         arguments.setdefault("sleep_mode_backend", parked_start.BACKEND)
     if job.parked:
@@ -196,11 +217,47 @@ def _arguments(job: Job) -> dict[str, Any]:
                 f"load_format {arguments.get('load_format')} does not map its weights, so no standby can start beside "
                 "it: write load_format: ipc_cache, or standby: 0"
             )
+        if not sleeps:
+            raise EngineError(
+                "this vLLM has no choice of sleep back ends, so no standby can start on a GPU: "
+                "use vLLM 0.33 or newer, or write standby: 0"
+            )
         options = dict(arguments.get("model_loader_extra_config") or {})
         arguments["model_loader_extra_config"] = {**options, "start_parked": True}
         if job.kv_cache_bytes:
             arguments.setdefault("kv_cache_memory_bytes", job.kv_cache_bytes)
+    elif maps and _is_as_remembered(job):
+        arguments.setdefault("kv_cache_memory_bytes", job.remembered["kv_cache_bytes"])
     return arguments
+
+
+def _knows_sleep_backends() -> bool:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return "sleep_mode_backend" in {field.name for field in dataclasses.fields(EngineArgs)}
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import vllm
+
+    return {"vllm": vllm.__version__, "torch": torch.__version__}
+
+
+def _free_bytes(job: Job) -> int:
+    """Free memory of the fullest device; 0 where nobody tells."""
+    return min((free_bytes(device) or 0 for device in job.devices), default=0)
+
+
+def _is_as_remembered(job: Job) -> bool:
+    """Whether this start would measure what the last one did: the same software, and as much memory
+    free. The size of the KV cache that was measured then need not be found out again.
+    """
+    known = job.remembered
+    if not known.get("kv_cache_bytes") or {k: known.get(k) for k in _versions()} != _versions():
+        return False
+    wanted: int = known["free_bytes"] - _SLACK_BYTES
+    return _free_bytes(job) >= wanted
 
 
 async def _started(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
@@ -218,8 +275,16 @@ class VllmEngine:
     """One engine, asked by its supervisor."""
 
     def __init__(
-        self, job: Job, client: Any, server: Any, serving: asyncio.Future[Any], *, asleep: bool
+        self,
+        job: Job,
+        client: Any,
+        server: Any,
+        serving: asyncio.Future[Any],
+        *,
+        asleep: bool,
+        free: int,
     ) -> None:
+        self._free = free
         self._job = job
         self._client = client
         self._server = server
@@ -242,6 +307,8 @@ class VllmEngine:
             "sleeps": self._sleeps,
             "kv_blocks": cache.num_gpu_blocks,
             "kv_cache_bytes": _read_kv_cache_bytes(self._job),
+            "free_bytes": self._free,
+            **_versions(),
         }
 
     async def ping(self) -> Activity:
