@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.config.engines import EngineSpec, Listen
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.manifest import ALL, ModelSpec
-from weightcached.engine.child import Job
 from weightcached.system.paths import is_host_device
 from weightcached.system.process import environment_for
+from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def _remembered(service: str, digest: str) -> dict[str, Any]:
 def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> StartPlan:
     """The plan for the manifest's entries as they are."""
     arguments = spec.merged(model)
-    if socket_dir is not None and arguments["load_format"] in ("ipc_cache", "weightcached"):
+    if socket_dir is not None and arguments["load_format"] in OWN_LOAD_FORMATS:
         options = dict(arguments.get("model_loader_extra_config") or {})
         if "socket_path" not in options:
             options.setdefault("socket_dir", str(socket_dir))

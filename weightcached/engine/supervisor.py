@@ -27,12 +27,11 @@ from typing import Any
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.engine import control, endpoint, manager, running
-from weightcached.engine.child import Job
 from weightcached.engine.plan import StartPlan, make_plan
 from weightcached.engine.running import Record, Running
 from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
-from weightcached.engine.tree import TreeError, become_subreaper
+from weightcached.engine.tree import TreeError
 from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import (
     EXIT_FAILURE,
@@ -47,7 +46,9 @@ from weightcached.system.paths import (
     manifest_path,
     runtime_dir,
 )
+from weightcached.system.process import become_subreaper
 from weightcached.system.waits import end_tasks
+from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
