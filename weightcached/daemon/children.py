@@ -155,10 +155,18 @@ class Child:
 
 
 async def make_full_digest(
-    identity: CheckpointIdentity, on_progress: Callable[[], None] = lambda: None
+    identity: CheckpointIdentity,
+    on_progress: Callable[[], None] = lambda: None,
+    *,
+    idle: bool = True,
 ) -> str:
-    """The full digest of a checkpoint, by a child of lowest priority. Raises CheckpointError."""
+    """The full digest of a checkpoint, by a child, of lowest priority if nobody waits (`idle`).
+
+    Raises CheckpointError.
+    """
     command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
+    if idle:
+        command.append("--idle")
     try:
         child = Child(command, "digest", stdin=msgspec.json.encode(identity), capture=True)
     except OSError as e:

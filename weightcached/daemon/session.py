@@ -81,7 +81,7 @@ _LABEL_CHARS = 200
 _FILES_PER_UNIT = 256
 
 
-class Service(Protocol):
+class SessionHost(Protocol):
     """The parts of main.py's Daemon that sessions use."""
 
     device: str
@@ -110,7 +110,7 @@ class Session:
         self,
         sock: socket.socket,
         peer: Peer,
-        service: Service,
+        service: SessionHost,
         *,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
