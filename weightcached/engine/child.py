@@ -26,6 +26,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from weightcached.engine import control
+from weightcached.engine.records import record_of, write_record
 from weightcached.errors import EngineError
 
 PUBLIC_FD = 3
@@ -42,6 +43,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     service: str
     number: int
+    digest: str
     directory: str
     host: str
     port: int
@@ -192,6 +194,9 @@ class Child:
 async def _serve(job: Job, module: Module, public: socket.socket, control_fd: int) -> None:
     fence_fd = os.open(job.fence, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     async with module.start(job, fence_fd) as engine:
+        if not (Path(job.directory) / "record.json").exists():
+            # A new supervisor has found no record yet, and does not know of this engine.
+            raise EngineError(f"{job.directory} was removed: no supervisor knows of this engine")
         child = Child(engine, job, fence_fd, public)
         with socket.socket(fileno=control_fd) as sock:
             sock.setblocking(False)
@@ -204,6 +209,8 @@ def run(job: Job, module: Module, *, public_fd: int, control_fd: int) -> int:
     """Serve until the engine ends or is ended. Returns the exit status."""
     os.environ.update(job.environment)
     try:
+        record = record_of(job.number, job.digest, os.getpid(), job.arguments)
+        write_record(Path(job.directory), record)
         module.run(_serve(job, module, socket.socket(fileno=public_fd), control_fd))
     except KeyboardInterrupt:
         return 1

@@ -43,6 +43,7 @@ class Plan:
         return Job(
             service=self.service,
             number=number,
+            digest=self.digest,
             directory=str(directory),
             host=self.listen.host,
             port=self.listen.port,
