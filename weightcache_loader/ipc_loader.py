@@ -160,7 +160,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             # Another engine has the device's memory now, and will give it back first.
             return own + others
         free, total = memory
-        device = budget.Device(total, free, vllm_config.cache_config.gpu_memory_utilization)
+        device = budget.DeviceBudget(total, free, vllm_config.cache_config.gpu_memory_utilization)
         external = budget.external_bytes(device, own=own, others=others)
         self._tell_cost(vllm_config, found, caches, device, own, external)
         return external
@@ -170,7 +170,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         vllm_config: Any,
         found: Sequence[AttachOutcome],
         caches: Sequence[Held],
-        device: budget.Device,
+        device: budget.DeviceBudget,
         own: int,
         external: int,
     ) -> None:
@@ -422,7 +422,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         path, attach = self._socket_path(vllm_config), self._how_to_attach(vllm_config)
         key = with_checkpoint_as_now(attachment.tensor_index.key, vllm_config, model_config)
 
-        def lease(held: mapped.Attachment, on_unmap: Callable[[], bool]) -> client.LeaseKeeper:
+        def lease(
+            held: mapped.MappedAttachment, on_unmap: Callable[[], bool]
+        ) -> client.LeaseKeeper:
             assert isinstance(held, client.Attachment)
             return client.LeaseKeeper(held.connection, path, held.ready, on_unmap=on_unmap)
 

@@ -10,9 +10,9 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 
-from weightcached.engine.child import Job
 from weightcached.errors import EngineError
 from weightcached.vllm_compat import server
+from weightcached.wire.engine_job import Job
 
 GIB = 1 << 30
 REMEMBERED = {

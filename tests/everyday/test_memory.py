@@ -207,6 +207,13 @@ def test_engine_beside_memory_of_a_daemon_that_is_away_starts(serving: Setup) ->
     assert "holds small/target 5.8 MiB (" in line
 
 
+def test_engine_that_may_not_fall_back_waits_for_the_daemon(serving: Setup) -> None:
+    assert serving.daemon.stop() == 0
+    serving.daemon.launch(keep_store=True)
+    answer = serving.engines["small"].start(serving.device, connect_timeout_s=20.0, fallback=False)
+    assert_started_within_the_utilization(answer, serving.device)
+
+
 def test_load_beside_an_engine_that_starts_waits_for_the_end_of_its_start(
     serving: Setup, engines: Engines
 ) -> None:

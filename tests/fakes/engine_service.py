@@ -24,8 +24,8 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from weightcached.engine.child import Activity, Job
 from weightcached.errors import EngineError
+from weightcached.wire.engine_job import Activity, Job
 
 _KEEP_ALIVE_S = 1.0
 

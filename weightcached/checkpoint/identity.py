@@ -4,9 +4,9 @@ The ladder of docs/identity.md: same files, Hub blobs, sample, full digest; the 
 counts. Torch-free; used by the daemon, the loader child and the engine. Which files count is
 files.py's, reading them safetensors_header.py's and digests.py's business.
 
-`python -m weightcached.checkpoint.identity full` is the daemon's low-priority child: an identity as
-JSON on standard input, the same one with its full digest on standard output; a failure is one line
-on standard error and exit status 1.
+`python -m weightcached.checkpoint.identity full [--idle]` is the daemon's child: an identity as JSON
+on standard input, the same one with its full digest on standard output; a failure is one line on
+standard error and exit status 1. With `--idle` it leaves the machine to everybody else.
 """
 
 from __future__ import annotations
@@ -391,14 +391,19 @@ def _hub_repository(snapshot: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`full`: read an identity from stdin, write it with its full digest. Returns the status."""
-    if list(argv) != ["full"]:
-        sys.stderr.write("usage: python -m weightcached.checkpoint.identity full < identity.json\n")
+    """Read an identity from stdin, write it with its full digest. Returns the status."""
+    if not argv or argv[0] != "full" or list(argv[1:]) not in ([], ["--idle"]):
+        sys.stderr.write(
+            "usage: python -m weightcached.checkpoint.identity full [--idle] < identity.json\n"
+        )
         return EXIT_USAGE
-    _lower_priority()
+    if len(argv) > 1:
+        _lower_priority()
     try:
         identity = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckpointIdentity)
-        completed = with_full(identity)
+        # One thread: several gigabytes a second, and the other cores and most of the memory's
+        # bandwidth are left to the engines.
+        completed = with_full(identity, workers=1 if len(argv) > 1 else None)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         sys.stderr.write(f"the identity on standard input does not decode: {e}\n")
         return EXIT_FAILURE
@@ -414,6 +419,11 @@ def _lower_priority() -> None:
     os.nice(19)
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if os.getsid(0) != os.getpid():
+        return
+    # The scheduler may weigh sessions against each other; the above then counts within ours alone.
+    with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
+        group.write("19")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Tables and words for a person: plain where the output is no terminal, so that programs can read
-it, and with colours on one. rich is imported for a terminal alone: `status` is asked by machines,
-too.
+"""Tables and words for a person: with colours on a terminal, plain elsewhere.
+
+Plain, so that programs can read it. rich is imported only for a terminal, because machines run
+`status` too.
 """
 
 from __future__ import annotations

@@ -539,7 +539,7 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
 
 @main.group()
 def snapshot() -> None:
-    """List, verify or remove what is kept on disk.
+    """List, verify or remove snapshots on disk.
 
     Snapshots are written after a load if the manifest has the key snapshots, and bring the weights
     back without vLLM.

@@ -1,9 +1,9 @@
 """Who may change the device's memory, and when: loads of ours, and engines that rely on it staying as it is.
 
-vLLM asserts on the free memory of the whole device while it measures how much a KV cache may have, and when it
-sleeps. What we load or free meanwhile would end that engine, or cost it KV cache. So an engine holds loads off, by a
-connection that it keeps open for that time; a load waits until nobody does. An engine that comes while a load has the
-device waits for its end.
+vLLM asserts on the free memory of the whole device while it measures how much a KV cache may have,
+and when it sleeps. Loading or freeing meanwhile would end that engine, or cost it KV cache. So an
+engine holds loads off, by a connection that it keeps open for that time; a load waits until nobody
+does. An engine that comes while a load has the device waits for its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT_S = 600.0
 
 
 class Hold:
-    """One engine's. `pid` is 0 where it cannot be seen."""
+    """One engine's hold. pid: 0 if it cannot be seen."""
 
     __slots__ = ("began_s", "pid")
 
@@ -34,8 +34,9 @@ class Hold:
 
 
 class Holds:
-    """All holds, and the cache whose load has the device. One that lasts longer than `limit_s` is ended: an engine
-    that hangs must not keep a device from being loaded for good.
+    """All holds, and the cache whose load has the device.
+
+    A hold longer than `limit_s` is ended: an engine that hangs must not prevent loads for ever.
     """
 
     def __init__(self, *, limit_s: float = LIMIT_S) -> None:
@@ -67,11 +68,11 @@ class Holds:
         self.end(hold)
 
     def pids(self, *, but: int | None = None) -> list[int]:
-        """Who holds loads off, one process left out."""
+        """The processes that hold loads off, without one of them."""
         return [hold.pid for hold in self._holds if hold.pid != but]
 
     async def none(self, *, but: int | None = None) -> None:
-        """Return once nobody holds loads off, but for one process."""
+        """Return once nobody but one process holds loads off."""
         while self.pids(but=but):
             await self.changed.wait()
 

@@ -235,7 +235,7 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
-            look=partial(Staleness, self.matcher.full_digest, digest),
+            look=partial(Staleness, self.matcher.full_digest, partial(digest, idle=False)),
             snapshots=self._snapshots,
             unmap_parked=self.leases.unmap_parked,
             holds=self.holds,

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from weightcached.checkpoint.identity import CheckpointIdentity, record_checkpoint, with_sample
+from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
@@ -38,7 +40,7 @@ from weightcached.daemon.notify import Notifier
 from weightcached.daemon.retries import Retries
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
-from weightcached.errors import ManifestError, UnknownCacheError
+from weightcached.errors import ManifestError, UnknownCacheError, WeightcachedError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
@@ -179,6 +181,7 @@ class Reconciler:
         self._unmap_parked = unmap_parked
         self._holds = holds or Holds()
         self._freeing: set[asyncio.Task[None]] = set()
+        self._looking: set[asyncio.Task[None]] = set()
         self._peers = peers
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
@@ -229,7 +232,7 @@ class Reconciler:
                 self.settled.set()
             await self._note_aside()
             self._caches.changed.fire()
-            # Who forces a reload distrusts what is there, the snapshots too.
+            # A forced reload distrusts the snapshots too.
             outcomes += await self._load_all(todo.load, None if force else look)
             if along:
                 await self._load_along(todo.unchanged)
@@ -329,12 +332,23 @@ class Reconciler:
     def _queue(self, want: Wanted) -> None:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity = want.spec.identity
+        cache.checkpoint = None
         cache.begin_load()
+        looking = asyncio.create_task(self._look_at_checkpoint(cache, want))
+        self._looking.add(looking)
+        looking.add_done_callback(self._looking.discard)
+
+    async def _look_at_checkpoint(self, cache: Cache, want: Wanted) -> None:
+        """Learn what an engine must not wait for: a load of other weights than its own."""
+        checkpoint = await asyncio.to_thread(_checkpoint_of, want)
+        if self._wanted.get(want.name) is want:
+            cache.checkpoint = checkpoint
+            self._caches.changed.fire()
 
     async def _load_all(
         self, wanted: Sequence[Wanted], look: Staleness | None
     ) -> list[CacheOutcome]:
-        """Load, or restore where `look` finds a snapshot to be what a load would make."""
+        """Load, or restore if `look` finds a snapshot that equals the result of a load."""
         outcomes: list[CacheOutcome] = []
         started: dict[str, QueuedRun] = {}
         left = list(wanted)
@@ -453,6 +467,7 @@ class Reconciler:
             identity=want.spec.identity,
             python=want.spec.python,
             boot_id=self._boot_id,
+            env=want.spec.env,
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
@@ -589,6 +604,17 @@ class Reconciler:
             log.warning(
                 "stays in the store until the unit stops cache=%s error=%s", generation.cache, e
             )
+
+
+def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
+    """The checkpoint that a load of this entry reads, with its sample; None where that is not to be told before the
+    load, e.g. of a model that is downloaded first.
+    """
+    try:
+        return with_sample(record_checkpoint(**checkpoint_arguments(want.spec.engine, want.role)))
+    except (WeightcachedError, OSError, TypeError, ValueError) as e:
+        log.debug("no telling what is to be loaded cache=%s: %s", want.name, e)
+        return None
 
 
 def _served_number(cache: Cache) -> int:

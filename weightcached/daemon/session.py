@@ -75,12 +75,12 @@ IDLE_TIMEOUT_S = 60.0
 # Loading and Progress are repeated at least this often.
 REPEAT_S = 1.0
 PROGRESS_S = 0.25
-# Of a load that is over, while what it replaces is freed.
+# The load is over, but the old generation is still being freed.
 PUBLISHING = "publishing"
 _FILES_PER_UNIT = 256
 
 
-class Service(Protocol):
+class SessionHost(Protocol):
     """The parts of main.py's Daemon that sessions use."""
 
     device: str
@@ -109,7 +109,7 @@ class Session:
         self,
         sock: socket.socket,
         peer: Peer,
-        service: Service,
+        service: SessionHost,
         *,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from weightcached.engine.tree import stat_of
+from weightcached.wire.resident import boot_id
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -30,10 +31,6 @@ class Record(msgspec.Struct, kw_only=True):
     arguments: dict[str, Any] = {}
     serving_since: float = 0.0
     facts: dict[str, Any] = {}
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def record_of(number: int, digest: str, pid: int, arguments: dict[str, Any]) -> Record:

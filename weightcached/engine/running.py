@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 
 from weightcached.engine import tree
-from weightcached.engine.child import Activity
 from weightcached.engine.control import Link
 from weightcached.engine.records import Record, write_record
 from weightcached.engine.tree import Tree, stat_of
 from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
+from weightcached.wire.engine_job import Activity
 
 log = logging.getLogger(__name__)
 

@@ -27,20 +27,13 @@ from typing import Any
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.engine import control, endpoint, manager, running, tree
-from weightcached.engine.child import Job
-from weightcached.engine.plan import Plan, make_plan
+from weightcached.engine.plan import StartPlan, make_plan
 from weightcached.engine.records import Record, read_record, record_of
 from weightcached.engine.running import Running
 from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
-from weightcached.engine.tree import (
-    Tree,
-    TreeError,
-    all_processes,
-    become_subreaper,
-    holds_file,
-)
-from weightcached.engine.turns import Turns
+from weightcached.engine.tree import Tree, TreeError, all_processes
+from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import (
     EXIT_FAILURE,
     EngineError,
@@ -54,7 +47,9 @@ from weightcached.system.paths import (
     manifest_path,
     runtime_dir,
 )
+from weightcached.system.process import become_subreaper, holds_file
 from weightcached.system.waits import end_tasks
+from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +146,8 @@ class Supervisor:
         # As /proc names it.
         self._directory = directory.resolve()
         self._fence = self._directory / "fence"
-        self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
-        self._turns = Turns(
+        self._plans: dict[int, StartPlan] = {1: make_plan(spec, model, options.socket_dir)}
+        self._turns = DeviceTurns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
         )
         # Whether this service's share of its devices is its own until it sleeps.
@@ -186,7 +181,9 @@ class Supervisor:
         stored = dict(inherited(os.environ))
         await self._take_back()
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
-        server = control.Server(control.listen(self._directory / "service.sock"), self._handle)
+        server = control.ControlServer(
+            control.listen(self._directory / "service.sock"), self._handle
+        )
         self._keep(self._feed_watchdog())
         self._keep(self._extend_start())
         self._begun = True
@@ -394,7 +391,7 @@ class Supervisor:
             self._spawned.pop(engine.number, None)
 
     async def _start_alone(
-        self, engine: Engine, plan: Plan, over: asyncio.Event, *, parked: bool
+        self, engine: Engine, plan: StartPlan, over: asyncio.Event, *, parked: bool
     ) -> None:
         try:
             record = await self._spawn(engine, plan, parked=parked)
@@ -409,7 +406,7 @@ class Supervisor:
         if engine.phase is not Phase.ENDING:
             await self._until_ready(engine.number)
 
-    async def _spawn(self, engine: Engine, plan: Plan, *, parked: bool) -> Record:
+    async def _spawn(self, engine: Engine, plan: StartPlan, *, parked: bool) -> Record:
         directory = self._directory / str(engine.number)
         running.remove_directory(directory)
         directory.mkdir(mode=0o700)
@@ -433,7 +430,7 @@ class Supervisor:
         )  # fmt: skip
         return record_of(job.number, plan.digest, pid, job.arguments)
 
-    async def _fork(self, job: Job, plan: Plan, control_fd: int) -> int | None:
+    async def _fork(self, job: Job, plan: StartPlan, control_fd: int) -> int | None:
         if self._nursery is None:
             self._nursery = Nursery(plan.python, self._options.module, plan.environment)
         refusal = await self._nursery.refusal()
@@ -758,7 +755,7 @@ class Supervisor:
         self.spec, self.service.standby = spec, spec.standby
         version = self.service.restart()
         self._plans[version] = make_plan(spec, model, self._options.socket_dir)
-        self._turns = Turns(spec, model, load_manifest(path), self._directory.parents[1])
+        self._turns = DeviceTurns(spec, model, load_manifest(path), self._directory.parents[1])
         log.info("service=%s restarting version=%d", spec.name, version)
         self._drop_nursery()
         self._step()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from weightcached.system.fds import OwnedFd
 from weightcached.system.notify import FOR_THIS_PROCESS
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 # struct ucred of unix(7): pid_t is signed, uid_t and gid_t are not. A uid of 2³¹ and more, as user
 # namespaces and directory services give, would come out negative and equal nobody's.
 _UCRED = struct.Struct("=iII")
@@ -52,6 +55,23 @@ def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
         return None
 
 
+def holds_file(pid: int, path: Path) -> bool:
+    """Whether the process has `path` open: of an engine's processes, those that hold its fence are
+    the engine; a compiler that it runs is not.
+    """
+    wanted = os.fspath(path)
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as fds:
+            for fd in fds:
+                # The name alone: to look at the file itself could hang, where its file system does.
+                with contextlib.suppress(OSError):
+                    if os.readlink(fd.path) == wanted:
+                        return True
+    except OSError:
+        pass
+    return False
+
+
 def signal_name(number: int) -> str:
     """E.g. SIGKILL; "signal 64" for one without a name."""
     try:
@@ -80,6 +100,13 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies; ends it if the parent is gone."""
     if not ParentDeath().follow(os.getppid()):
         os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Orphans among this process's descendants become its children. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def prefer_for_oom_killer() -> None:

@@ -21,11 +21,11 @@ from typing import Any
 from unittest import mock
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
-from weightcached.engine import tree
-from weightcached.engine.child import Activity, Job, say_error
 from weightcached.errors import EngineError
 from weightcached.system.gpus import free_bytes
+from weightcached.system.process import holds_file
 from weightcached.vllm_compat import parked_start, serve_arguments
+from weightcached.wire.engine_job import Activity, Job, say_error
 
 log = logging.getLogger("vllm.weightcached")
 
@@ -153,7 +153,7 @@ def join_engine() -> None:
 def _hand_on(fd: int, fence: Path) -> None:
     """Have processes started by spawn inherit the fence too, as forked ones do."""
     # Programs that an engine runs have its environment, and not its descriptors.
-    if not tree.holds_file(os.getpid(), fence):
+    if not holds_file(os.getpid(), fence):
         return
     if getattr(util.spawnv_passfds, "hands_on", None) == fd:
         return
