@@ -241,7 +241,8 @@ def _versions() -> dict[str, str]:
     import torch
     import vllm
 
-    return {"vllm": vllm.__version__, "torch": torch.__version__}
+    # torch's is a str of a kind of its own.
+    return {"vllm": str(vllm.__version__), "torch": str(torch.__version__)}
 
 
 def _free_bytes(job: Job) -> int:
