@@ -21,6 +21,8 @@ from weightcached.wire.requests import ask_status
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
+# Until a peer begins: it looks at files and versions first.
+_BEGIN_TIMEOUT_S = 60.0
 
 
 class GroupPeers:
@@ -65,6 +67,6 @@ class GroupPeers:
         try:
             with Connection.connect(path, timeout_s=_TIMEOUT_S, purpose="ctl") as connection:
                 # The reload goes on when we hang up; its first word shows that it has begun.
-                connection.request(Reload(caches=[name], along=True), _TIMEOUT_S)
+                connection.request(Reload(caches=[name], along=True), _BEGIN_TIMEOUT_S)
         except WeightcachedError as e:
             log.warning("peer does not load along cache=%s device=%s error=%s", name, device, e)
