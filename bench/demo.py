@@ -8,13 +8,16 @@ installed and nothing stays.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +34,7 @@ from weightcached.system.gpus import list_gpus  # noqa: E402
 from weightcached.wire.services import ask_all_services  # noqa: E402
 
 WORK = ROOT / ".demo"
+SAY_PERIOD_S = 15.0
 ENGINES_TIMEOUT_S = 300.0
 
 
@@ -87,10 +91,11 @@ def _run(model: str) -> tuple[list[Round], Takeover]:
     gpus = list_gpus()
     device = gpus[0].uuid if gpus else "cpu0"
     with harness.unit(device, WORK, model, {"max_model_len": 512}) as unit:
-        click.echo(f"unit {unit.name}: ready after {unit.start():.1f} s")
-        with _engine(model, "auto", unit, "disk") as engine:
+        with _step(f"unit {unit.name} loads the model"):
+            unit.start()
+        with _engine("disk", model, "auto", unit) as engine:
             disk = Round("disk", engine.load_seconds, None, engine.first["tokens"])
-        with _engine(model, "ipc_cache", unit, "attach") as engine:
+        with _engine("attach", model, "ipc_cache", unit) as engine:
             attach = Round(
                 "attach", engine.load_seconds, unit.bytes_read_since(0.0), engine.first["tokens"]
             )
@@ -100,7 +105,7 @@ def _run(model: str) -> tuple[list[Round], Takeover]:
                 raise WeightcachedError(
                     "the running engine decoded other tokens after the daemon was killed"
                 )
-        with _engine(model, "ipc_cache", unit, "attach-after-crash") as engine:
+        with _engine("attach after the crash", model, "ipc_cache", unit) as engine:
             read = unit.bytes_read_since(crashed_at)
             again = Round(
                 "attach after the crash", engine.load_seconds, read, engine.first["tokens"]
@@ -132,7 +137,8 @@ def _take_over(model: str, device: str, unit: harness.Unit) -> Takeover:
     command = [sys.executable, "-m", "weightcached", "engine", "demo", "--manifest", str(manifest)]
     service = Process([*command, "--socket-dir", str(unit.socket_dir)], WORK / "service.log")
     try:
-        status = _two_engines(service, unit)
+        with _step("engine service starts two engines"):
+            status = _two_engines(service, unit)
         click.echo(f"engine 1 serves on port {port}, engine 2 is parked")
         tokens = complete(port, tokens=16)
         with Clients(port) as clients:
@@ -142,7 +148,8 @@ def _take_over(model: str, device: str, unit: harness.Unit) -> Takeover:
             equal = complete(port, tokens=16) == tokens
         click.echo(f"engine 1 killed; engine 2 answered after {seconds:.2f} s")
     finally:
-        service.end()
+        with _step("engine service ends"):
+            service.end()
     return Takeover(seconds, len(clients.refused), len(clients.failed), equal)
 
 
@@ -160,14 +167,44 @@ def _two_engines(service: Process, unit: harness.Unit) -> dict[str, Any]:
     return found
 
 
-def _engine(model: str, load_format: str, unit: harness.Unit, log: str) -> harness.Engine:
+@contextlib.contextmanager
+def _step(what: str) -> Iterator[None]:
+    """Say what is going on, again and again, and how long it took."""
+    began_s, over = time.monotonic(), threading.Event()
+
+    def say_again() -> None:
+        while not over.wait(SAY_PERIOD_S):
+            click.echo(f"  … {time.monotonic() - began_s:.0f} s")
+
+    click.echo(what)
+    thread = threading.Thread(target=say_again, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    click.echo(f"  done after {time.monotonic() - began_s:.1f} s")
+
+
+@contextlib.contextmanager
+def _engine(
+    name: str, model: str, load_format: str, unit: harness.Unit
+) -> Iterator[harness.Engine]:
     options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 512}
     if load_format == "ipc_cache":
         options["model_loader_extra_config"] = {
             "socket_dir": str(unit.socket_dir),
             "fallback": False,
         }
-    return harness.Engine(model, load_format, options, WORK / f"{log}.log")
+    log = WORK / f"{name.replace(' ', '-')}.log"
+    with _step(f"engine, weights from {name}: starts and decodes"):
+        engine = harness.Engine(model, load_format, options, log)
+    try:
+        yield engine
+    finally:
+        with _step("engine ends"):
+            engine.close()
 
 
 def _print_table(rounds: list[Round], equal: bool) -> None:

@@ -1,10 +1,11 @@
 """What people feel of an engine service: first start, takeover, rolling restart, turns, memory.
 
-    python bench/engine.py --model /tmp/m8 --make 8b               on the first GPU
+    python bench/engine.py --model /tmp/m8 --second /tmp/m1 --make 8b --budget 480 --json out.json --logs logs
     python bench/engine.py --model /tmp/tiny --make tiny --device cpu0 --kills 2 --sections kill
 
-One daemon and one service, both of this interpreter, in a directory of their own. Sections run in
-the order given; each is bounded, and one that fails does not keep the others from running.
+One daemon and one service, both of this interpreter, in a directory of their own; the first GPU, unless
+--device names another. Sections run in the order given. Each is bounded, one that fails does not keep
+the others from running, and none begins after --budget seconds.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ SHAPES = {
     "1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "vocab": 128256},
     "tiny": {"hidden": 256, "intermediate": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 1024},
 }  # fmt: skip
-SECTIONS = ("start", "kill", "daemon", "supervisor", "restart", "memory", "switch")
-START_TIMEOUT_S = 240.0
+SECTIONS = ("kill", "restart", "memory", "daemon", "supervisor", "switch", "start")
+START_TIMEOUT_S = 150.0
 DAEMON_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 60.0
 # figure: (limit, what it is)
@@ -107,6 +108,8 @@ def environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # A process that hangs is asked where, by SIGABRT.
+        "PYTHONFAULTHANDLER": "1",
     }
 
 
@@ -127,6 +130,16 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports that nobody has now."""
+    for first in range(18800, 30000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise RuntimeError("no free ports")
 
 
 def complete(port: int, *, tokens: int = 1, timeout_s: float = REQUEST_TIMEOUT_S) -> list[int]:
@@ -220,10 +233,15 @@ class Bench:
         self.models = models
         self.arguments = arguments
         self.sockets = work / "run"
-        self.port = 18800
+        # Three in a row, below those that the kernel gives out.
+        self.port = free_ports(3)
         self.results: dict[str, Any] = {}
         self.daemon: Process | None = None
         self.services: dict[str, Process] = {}
+        self.nursery = True
+        # Nothing is begun after it.
+        self.deadline = float("inf")
+        self._told: set[str] = set()
 
     @property
     def on_gpu(self) -> bool:
@@ -319,13 +337,16 @@ class Bench:
         return {"state": "none", "engines": [], "pid": 0, "error": "", "generation": 0}
 
     def until_serving(self, name: str = "a", *, standby: bool = False) -> dict[str, Any]:
+        """Wait until an engine serves, and one is parked. Raises RuntimeError, TimeoutError."""
+
         def ready() -> dict[str, Any] | None:
             process = self.services[name].process
             if process.poll() is not None:
                 raise RuntimeError(f"the supervisor ended:\n{self.services[name].tail()}")
             status = self.status(name)
-            if standby and status["error"]:
-                raise RuntimeError(f"no standby: {status['error']}")
+            if status["error"] and status["error"] not in self._told:
+                self._told.add(status["error"])
+                say(f"a start failed: {status['error'][:300]}")
             states = sorted(e["state"] for e in status["engines"])
             wanted = states == ["parked", "serving"] if standby else "serving" in states
             return status if wanted else None
@@ -334,15 +355,39 @@ class Bench:
         try:
             found: dict[str, Any] = until(ready, what, timeout_s=START_TIMEOUT_S, poll_s=0.05)
         except TimeoutError as e:
-            raise TimeoutError(f"{e}\n{self.services[name].tail()}") from e
+            self._ask_where(name)
+            raise TimeoutError(f"{e}: {self.status(name)}\n{self.services[name].tail()}") from e
         return found
 
+    def _ask_where(self, name: str) -> None:
+        """Have the processes of engines that still start write where they are into the log."""
+        starting = [e["pid"] for e in self.status(name)["engines"] if e["state"] == "starting"]
+        for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) in starting:
+                    os.kill(pid, signal.SIGABRT)
+                    time.sleep(0.5)
+
     def ready_service(self) -> dict[str, Any]:
-        """The service of the first model, serving with a standby."""
-        if "a" not in self.services:
+        """The service of the first model, serving with a standby; without the nursery if engines
+        that it forks do not start.
+        """
+        try:
+            if "a" not in self.services:
+                self.start_service()
+                self.until_serving()
+            return self.until_serving(standby=True)
+        except TimeoutError as e:
+            if not self.nursery:
+                raise
+            say(f"forked engines do not start, trying without the nursery: {e}")
+            self.results["nursery_failed"] = str(e)[-3000:]
+            self.nursery = False
+            self.stop_services()
+            self.write_manifest()
             self.start_service()
             self.until_serving()
-        return self.until_serving(standby=True)
+            return self.until_serving(standby=True)
 
     def stop_services(self) -> None:
         for process in self.services.values():
@@ -373,9 +418,12 @@ class Bench:
     def section_start(self, count: int) -> None:
         """First starts by the service and by vLLM's own server, in turns."""
         direct, service, standby = [], [], []
+        self.stop_services()
         self.write_manifest()
         for n in range(count):
-            direct.append(self._start_directly(self.port + 7))
+            if n and time.monotonic() > self.deadline:
+                break
+            direct.append(self._start_directly(self.port + 2))
             say(f"start {n + 1}: vllm serve --load-format ipc_cache: {direct[-1]:.1f} s")
             began = time.time()
             self.start_service()
@@ -466,6 +514,8 @@ class Bench:
         equal = True
         with Clients(self.port) as clients:
             for n in range(kills):
+                if time.monotonic() > self.deadline:
+                    break
                 status = self.until_serving(standby=True)
                 time.sleep(0.3)
                 at = time.time()
@@ -580,7 +630,7 @@ def table(results: dict[str, Any]) -> list[str]:
             lines.append(f"{what:52} {limit:>8} {seen:>9.3f}{mark}")
     for name in ("kv_gib", "kv_blocks", "start_direct_s", "start_service_s", "start_standby_s", "kill_s",
                  "daemon_s", "supervisor_s", "switch_s", "kill_failed", "kill_tokens_equal",
-                 "phases_direct", "phases_service", "errors"):  # fmt: skip
+                 "phases_direct", "phases_service", "nursery_failed", "errors"):  # fmt: skip
         if name in results:
             lines.append(f"{name}: {results[name]}")
     return lines
@@ -620,8 +670,10 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
     "--make", "shape", type=click.Choice(list(SHAPES)), help="Make them if they are missing."
 )
 @click.option("--device", default=None, help="GPU-<uuid> or cpu0.  [default: the first GPU]")
-@click.option("--sections", default="start,kill,daemon,supervisor,restart,memory", show_default=True,
-              help=f"Of {', '.join(SECTIONS)}.")  # fmt: skip
+@click.option("--sections", default=",".join(SECTIONS), show_default=True)
+@click.option(
+    "--budget", default=3600.0, show_default=True, help="Seconds after which nothing is begun."
+)
 @click.option("--starts", default=2, show_default=True)
 @click.option("--kills", default=10, show_default=True)
 @click.option(
@@ -632,19 +684,31 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write all figures there.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Copy the logs there.")
 @click.option("--keep", is_flag=True, help="Keep the logs.")
+@click.option("--nursery/--no-nursery", default=True, help="Fork engines.")
 def main(
     *, model: Path, second: Path | None, shape: str | None, device: str | None, sections: str, starts: int,
-    kills: int, few: int, clients: int, arguments: str, out: Path | None, logs: Path | None, keep: bool,
+    kills: int, few: int, clients: int, arguments: str, out: Path | None, logs: Path | None, keep: bool, nursery: bool,
+    budget: float,
 ) -> None:  # fmt: skip
     """Measure one engine service."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    # A time limit, too, ends what was started.
+    signal.signal(signal.SIGTERM, stop)
     device = device or list_gpus()[0].uuid
     wanted = sections.split(",")
     models = [model] + ([second] if second and "switch" in wanted else [])
     if shape:
-        for seed, path in enumerate(models):
-            make_model(path, shape, seed=seed, on_gpu=not device.startswith("cpu"))
+        on_gpu = not device.startswith("cpu")
+        make_model(model, shape, seed=0, on_gpu=on_gpu)
+        if len(models) > 1:
+            make_model(models[1], "1b" if on_gpu else "tiny", seed=1, on_gpu=on_gpu)
     with workplace(keep) as work:
         bench = Bench(work, device, models, json.loads(arguments))
+        bench.nursery = nursery
+        bench.deadline = time.monotonic() + budget
         work_of: dict[str, Callable[[], None]] = {
             "start": lambda: bench.section_start(starts),
             "kill": lambda: bench.section_kill(kills),
@@ -657,6 +721,12 @@ def main(
         try:
             bench.start_daemon()
             for name in wanted:
+                if time.monotonic() > bench.deadline:
+                    say(f"-- no time left for {name}")
+                    continue
+                if name == "switch" and len(models) < 2:
+                    say("-- switch needs --second")
+                    continue
                 began = time.time()
                 say(f"-- {name}")
                 try:

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,22 @@ class Engine:
 class Daemon:
     """`weightcached serve` without a manager: its memory goes when it dies."""
 
-    def __init__(self, device: str, work: Path, env: dict[str, str], models: list[Any]) -> None:
+    def __init__(self, device: str, work: Path, env: dict[str, str]) -> None:
         self.device, self.work, self.env = device, work, env
-        self.names = [model["name"] for model in models]
         self.manifest = work / "manifest.yaml"
-        self.manifest.write_text(json.dumps({"version": 1, "models": models}), encoding="utf-8")
         self.process: Any = None
+
+    def place(self, models: dict[str, dict[str, Any]], max_model_len: int) -> None:
+        """Write the manifest."""
+        entries = [
+            {
+                "name": name,
+                "devices": [self.device],
+                "engine": engine | {"max_model_len": max_model_len},
+            }
+            for name, engine in models.items()
+        ]
+        self.manifest.write_text(json.dumps({"version": 1, "models": entries}), encoding="utf-8")
 
     def start(self) -> None:
         command = [
@@ -221,17 +232,23 @@ class Daemon:
             return {}
         return {c["name"]: c for d in json.loads(done.stdout)["devices"] for c in d["caches"]}
 
-    def until_loaded(self) -> dict[str, dict[str, Any]]:
+    def until_loaded(self, names: Iterable[str]) -> None:
+        """Wait for these caches, and raise what keeps one from being served."""
         deadline_s = time.monotonic() + DAEMON_TIMEOUT_S
+        wanted = [f"{name}/target" for name in names]
+        caches: dict[str, dict[str, Any]] = {}
         while time.monotonic() < deadline_s and self.process.poll() is None:
-            caches = self.caches()
-            wanted = {f"{name}/target" for name in self.names}
-            if wanted <= caches.keys() and not any(
-                c["state"] == "loading" for c in caches.values()
-            ):
-                return caches
-            time.sleep(0.5)
-        raise EngineError(f"the daemon does not serve: see {self.work / 'daemon.log'}")
+            caches = self.caches() or caches
+            if all(caches.get(name, {}).get("state") in ("ready", "failed") for name in wanted):
+                break
+            time.sleep(0.3)
+        states = {name: caches.get(name, {}) for name in wanted}
+        for name, cache in states.items():
+            if cache.get("state") != "ready":
+                raise EngineError(
+                    f"{name} is {cache.get('state', 'not there')} {cache.get('error', '')[:300]}: see "
+                    f"{self.work / 'daemon.log'}"
+                )
 
     def ctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -258,13 +275,19 @@ class Bench:
     before_big = 0
     seconds = 540
     json_path: Path | None = None
+    # On the CPU with small models, to try this program.
+    rehearsal = False
+    large: tuple[str, ...] = ("big",)
+    max_model_len = 1024
 
     def __init__(self, device: str, work: Path, cycles: int, own_cycles: int, turns: int) -> None:
-        import pynvml
+        self._nvml: Any = None
+        if not device.startswith("cpu"):
+            import pynvml
 
-        pynvml.nvmlInit()
-        self._gpu = pynvml.nvmlDeviceGetHandleByUUID(device)
-        self._nvml = pynvml
+            pynvml.nvmlInit()
+            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(device)
+            self._nvml = pynvml
         self.device, self.work = device, work
         self.cycle_count, self.own_count, self.turn_count = cycles, own_cycles, turns
         run = work / "run"
@@ -281,6 +304,8 @@ class Bench:
         self.big_kv_bytes = 0
 
     def used(self) -> int:
+        if self._nvml is None:
+            return 0
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._gpu).used)
 
     def row(self, part: str, what: str, value: float | str, limit: float | None = None) -> None:
@@ -316,6 +341,13 @@ class Bench:
 
     def arguments(self, model: str, **more: Any) -> dict[str, Any]:
         extra = {"fallback": False, **more.pop("loader", {})}
+        if self.rehearsal:
+            kept = {
+                "max_model_len": 256,
+                "enforce_eager": True,
+                "distributed_executor_backend": "uni",
+            }
+            more = kept | {"kv_cache_memory_bytes": GIB // 4}
         return {
             **self.models[model], "load_format": "ipc_cache", "model_loader_extra_config": extra, **more,
         }  # fmt: skip
@@ -421,7 +453,7 @@ class Bench:
         self.check("daemon", a, "big", "after a wake without a daemon")
         a.ask("sleep")
         self.daemon.start()
-        self.daemon.until_loaded()
+        self.daemon.until_loaded(self.large)
         a.ask("wake")
         self.check("daemon", a, "big", "after the daemon came back")
         # From another daemon: the engine now holds a lease on its new mapping.
@@ -455,9 +487,13 @@ class Bench:
     def own(self) -> None:
         if "a" in self.engines:
             self.engines.pop("a").kill()
+            # The driver frees what a killed process had a little later.
+            time.sleep(1.5)
         e = self.engine("e")
         self.before_big = self.used()
-        e.start(**self.arguments("big", enable_sleep_mode=True, **COMPILED))
+        # As large as measured before: measuring it again would only take time.
+        kv_bytes = {"kv_cache_memory_bytes": self.big_kv_bytes} if self.big_kv_bytes else {}
+        e.start(**self.arguments("big", enable_sleep_mode=True, **COMPILED, **kv_bytes))
         self.check("own", e, "big", "with vLLM's own back end")
         self.cycles("e", "own", self.own_count)
         e.ask("sleep", level=2)
@@ -469,6 +505,10 @@ class Bench:
 
     def formats(self, names: list[str]) -> None:
         failed = []
+        self.daemon.place(self.models, self.max_model_len)
+        self.daemon.ctl("reload")
+        for name, cache in self.daemon.caches().items():
+            say(f"cache {name}: {cache['state']} {cache['error'][:200]}")
         engines = {name: self.engine(name) for name in names}
         for name, engine in engines.items():
             try:
@@ -522,7 +562,9 @@ def _line(part: str, what: str, value: float | str, limit: float | None) -> str:
     return f"{part:8} {what:48} {shown}{bound}"
 
 
-def make_models(work: Path, parts: list[str], big: Path | None) -> dict[str, dict[str, Any]]:
+def make_models(
+    work: Path, parts: list[str], big: Path | None, rehearsal: bool
+) -> dict[str, dict[str, Any]]:
     """Checkpoints that are not there yet, and the engine arguments of each model."""
     import torch
 
@@ -544,6 +586,12 @@ def make_models(work: Path, parts: list[str], big: Path | None) -> dict[str, dic
         config = llama_config(dtype="bfloat16", tied=False, **(SIZES | TINY)[size])
         return lambda path: write_checkpoint(path, config, shards=4, seed=seed, device=device)
 
+    if rehearsal:
+        for seed, name in enumerate(("big", "second", "bf16")):
+            shape = Shape(dtype="float32", layers=2)
+            write: Callable[[Path], Any] = partial(write_llama, maker=Maker(shape, seed))
+            models[name] = {"model": str(make(name, write)), "dtype": "float32"}
+        return models
     models["big"] = {"model": str(big or make("big", llama("8b", 1)))}
     if "turns" in parts:
         models["second"] = {"model": str(make("second", llama("small", 2)))}
@@ -551,7 +599,7 @@ def make_models(work: Path, parts: list[str], big: Path | None) -> dict[str, dic
         models["bf16"] = {"model": str(make("fp8", llama("tiny", 3)))}
         models["fp8-online"] = {"model": str(make("fp8", llama("tiny", 3))), "quantization": "fp8"}
         for name, architecture in (("moe", "qwen3-moe"), ("mla", "deepseek")):
-            write = lambda path, a=architecture: write_checkpoint(path, CONFIGS[a](), seed=4)  # noqa: E731
+            write = partial(write_checkpoint, config=CONFIGS[architecture](), seed=4)
             models[name] = {"model": str(make(name, write))}
         maker = Maker(Shape(), device="cpu")
         draft = make("eagle3", lambda path: write_eagle3(path, maker))
@@ -568,9 +616,15 @@ def make_models(work: Path, parts: list[str], big: Path | None) -> dict[str, dic
 
 @contextlib.contextmanager
 def closing(bench: Bench) -> Iterator[None]:
+    """End all processes and print the figures, also after SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:
+        print("\n".join(["", *(_line(*row) for row in bench.rows)]))
+        for part, error in bench.errors.items():
+            print(f"{part:8} FAILED: {error}", flush=True)
+        bench.write()
         bench.close()
 
 
@@ -593,10 +647,13 @@ def closing(bench: Bench) -> Iterator[None]:
 @click.option("--turns", default=20, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None)
 @click.option("--seconds", default=540, show_default=True, help="Begin no part after these.")
+@click.option(
+    "--rehearse", is_flag=True, help="On the CPU with small models: the course, no figures."
+)
 @click.option("--engine", is_flag=True, hidden=True)
 def main(
     work: Path, model: Path | None, parts: str, cycles: int, own_cycles: int, turns: int, json_path: Path | None,
-    seconds: int, engine: bool,
+    seconds: int, rehearse: bool, engine: bool,
 ) -> None:  # fmt: skip
     if engine:
         serve_engine()
@@ -604,51 +661,45 @@ def main(
     from weightcached.system.gpus import list_gpus, visible_gpus
 
     chosen = [part for part in PARTS if part in parts.split(",")]
-    device = visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = "cpu0" if rehearse else visible_gpus(list_gpus(), visible)[0]
     work.mkdir(parents=True, exist_ok=True)
     bench = Bench(device, work, cycles, own_cycles, turns)
-    bench.seconds, bench.json_path = seconds, json_path
+    bench.seconds, bench.json_path, bench.rehearsal = seconds, json_path, rehearse
     # In a process of its own: its CUDA context would be counted.
     made = subprocess.run(
         [sys.executable, "-c", "import sys, json; from pathlib import Path; from bench.sleep import make_models; "
          "print('MODELS ' + json.dumps(make_models(Path(sys.argv[1]), sys.argv[2].split(','), "
-         "Path(sys.argv[3]) if sys.argv[3] else None)))", str(work), ",".join(chosen), str(model or "")],
+         "Path(sys.argv[3]) if sys.argv[3] else None, bool(sys.argv[4]))))",
+         str(work), ",".join(chosen), str(model or ""), "1" if rehearse else ""],
         env=bench.env, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     bench.models = json.loads(made.stdout.split("MODELS ", 1)[1])
     say(f"models: {', '.join(bench.models)}")
-    entries = [
-        {"name": name, "devices": [device], "engine": engine | {"max_model_len": 1024}}
-        for name, engine in bench.models.items()
-    ]
-    bench.daemon = Daemon(device, work, bench.env, entries)
-    small = [name for name in bench.models if name not in ("big", "second")]
+    bench.large = tuple(name for name in ("big", "second") if name in bench.models)
+    bench.max_model_len = 256 if rehearse else 1024
+    bench.daemon = Daemon(device, work, bench.env)
+    bench.daemon.place({name: bench.models[name] for name in bench.large}, bench.max_model_len)
+    small = [name for name in bench.models if name not in bench.large]
     names = {"standby": "b", "turns": "c", "own": "e"}
     needed = {"a", *(names[part] for part in chosen if part in names)}
+    steps = {
+        "cycles": bench.cycles, "standby": bench.standby, "turns": bench.turns, "daemon": bench.daemon_part,
+        "own": bench.own, "formats": lambda: bench.formats(small),
+    }  # fmt: skip
     with closing(bench):
         bench.daemon.start()
         for name in sorted(needed):
             bench.engine(name)
-        caches = bench.daemon.until_loaded()
-        for name, cache in caches.items():
-            say(
-                f"cache {name}: {cache['state']} {cache['bytes'] / GIB:.2f} GiB {cache['error'][:200]}"
-            )
+        bench.part("load", lambda: bench.daemon.until_loaded(bench.large))
         if set(chosen) & {"cycles", "standby", "turns", "daemon"}:
             bench.part("start", bench.first)
-        steps = {
-            "cycles": bench.cycles, "standby": bench.standby, "turns": bench.turns, "daemon": bench.daemon_part,
-            "own": bench.own, "formats": lambda: bench.formats(small),
-        }  # fmt: skip
         for part in chosen:
-            if part == "own" and "formats" in chosen:
+            if part == "own" and "formats" in chosen and not rehearse:
                 # Their imports run meanwhile.
                 for name in small:
                     bench.engine(name)
             bench.part(part, steps[part])
-    print("\n".join(["", *(_line(*row) for row in bench.rows)]))
-    for part, error in bench.errors.items():
-        print(f"{part:8} FAILED: {error}")
     sys.exit(bool(bench.errors))
 
 

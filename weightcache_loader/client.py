@@ -11,7 +11,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from weightcached import __version__
 from weightcached.checkpoint.identity import with_files, with_full, with_sample
 from weightcached.errors import (
     CacheConfigMismatchError,
+    Cause,
     ProtocolError,
     WeightcachedError,
     WeightCacheUnavailableError,
@@ -34,8 +36,10 @@ from weightcached.wire.fetch import receive_generation
 from weightcached.wire.messages import (
     Absent,
     Attach,
+    Done,
     Failed,
     FieldMismatch,
+    HoldLoads,
     Loading,
     Mismatch,
     NeedDigest,
@@ -59,6 +63,9 @@ _SILENCE_S = 30.0
 # The engine stops waiting for a load that moves no byte and changes no phase for this long. Loads
 # that wait for their turn, digests and tuning report no bytes: the daemon itself watches these.
 _STALL_S = 120.0
+# How long a hold of loads may take to come about, and to last, while an engine sleeps or wakes.
+_MOMENT_S = 0.5
+_LONGEST_MOMENT_S = 60.0
 _PHASES_WITHOUT_BYTES = ("queued", "digest", "tuning")
 # A restarted daemon listens again after some tenths of a second.
 _COMING_POLL_S = 0.1
@@ -149,7 +156,7 @@ def _connect_once(path: Path, timeout_s: float) -> Connection:
         if type(e) is not WeightcachedError:
             raise
         # A refusal whose code has no class of its own here.
-        code = e.code if e.code == "protocol-version" else "refused"
+        code: Cause = "protocol-version" if e.code == "protocol-version" else "refused"
         raise WeightCacheUnavailableError(f"the daemon refused: {e}", code=code) from e
 
 
@@ -257,6 +264,57 @@ class _Waiting:
             return
         self._logged_at = now
         log.info("waiting for %s: %s", loading.cache, progress_text(loading))
+
+
+def hold_loads(
+    path: Path, *, connect_timeout_s: float, state_timeout_s: float
+) -> Connection | None:
+    """Have the daemon leave the device's memory as it is until the connection is closed. Waits for a load that has
+    the device, up to `state_timeout_s`.
+
+    None if that is impossible, which is logged: at worst it costs KV cache, which is no reason to
+    end an engine.
+    """
+    connection: Connection | None = None
+    try:
+        connection = _connect(path, connect_timeout_s, patient=False)
+        reply = connection.request(HoldLoads(), _SILENCE_S)
+        waiting = _Waiting(time.monotonic() + state_timeout_s)
+        while isinstance(reply, Loading):
+            waiting.note(reply)
+            reply = connection.receive(_SILENCE_S)[0]
+        if isinstance(reply, Done):
+            return connection
+        log.debug("the daemon does not hold loads off: it answered %s", type(reply).__name__)
+    except WeightcachedError as e:
+        level = logging.WARNING if e.code in ("still-loading", "stalled") else logging.DEBUG
+        log.log(level, "the daemon goes on loading while this engine measures memory: %s", e)
+    if connection is not None:
+        connection.close()
+    return None
+
+
+@contextmanager
+def loads_held(path: Path | None) -> Iterator[None]:
+    """The same for a moment, in the background, if there is a path: sleep and wake do not wait."""
+    over = threading.Event()
+
+    def hold(path: Path) -> None:
+        with (
+            suppress(WeightcachedError, OSError),
+            Connection.connect(
+                path, timeout_s=_MOMENT_S, purpose="engine", software=SOFTWARE
+            ) as connection,
+        ):
+            connection.request(HoldLoads(wait=False), _MOMENT_S)
+            over.wait(_LONGEST_MOMENT_S)
+
+    if path is not None:
+        threading.Thread(target=hold, args=(path,), name="weightcached-hold", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def release(attachment: Attachment, *, timeout_s: float) -> None:

@@ -26,7 +26,7 @@ from weightcached.wire.resident import Held
 counts: Counter[str] = Counter()
 
 # After these answers, a Status would not be answered, or not in time.
-_WITHOUT_STATUS = frozenset(
+NOBODY_TO_ASK = frozenset(
     {
         "no-daemon",
         "unreachable",
@@ -68,7 +68,7 @@ def report(socket: Path, reason: WeightcachedError) -> None:
 
     Not if there is no daemon to tell: such a reason is only in the engine's log.
     """
-    if reason.code in _WITHOUT_STATUS:
+    if reason.code in NOBODY_TO_ASK:
         return
     with (
         contextlib.suppress(WeightcachedError, OSError),
@@ -86,7 +86,7 @@ def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[He
     codes = {reason.code for reason in reasons}
     if "wrong-device" in codes:
         return []
-    asked = None if codes & _WITHOUT_STATUS else _asked(socket)
+    asked = None if codes & NOBODY_TO_ASK else _asked(socket)
     if asked is None:
         written = resident_file.read(socket)
         return written.generations if written is not None else []

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from weightcache_loader import budget, client, fallback, reload
+from weightcache_loader import budget, client, fallback, holds, reload
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -81,7 +81,11 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self.options: LoaderOptions = parse_options(
             load_config.model_loader_extra_config, load_config.load_format
         )
-        vllm_worker.install(reload.reload_weights)
+        # Once more: the engine core may have been imported after the plug-ins were loaded.
+        parked_start.install()
+        vllm_worker.install(
+            reload.reload_weights, on_started=holds.end, memory_kept=holds.for_a_moment
+        )
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
         """Bytes of the utilization's budget that the engine may not use itself
@@ -104,6 +108,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                 found.append(loader._decided(config, config.speculative_config.draft_model_config))
         if any(decision.attachment is not None for decision in found):
             build.freeze_heap()
+        self._hold_loads(vllm_config, [outcome.reason for outcome in found])
         external = self._external_bytes(vllm_config, found)
         startup_plan.note(
             vllm_config.cache_config.gpu_memory_utilization,
@@ -111,6 +116,19 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             [self._source(decision) for decision in found],
         )
         return external
+
+    def _hold_loads(self, vllm_config: Any, reasons: Sequence[WeightcachedError | None]) -> None:
+        """From now on, until the engine has started, the daemon leaves the device's memory as it is."""
+        codes = {reason.code for reason in reasons if reason is not None}
+        if codes & fallback.NOBODY_TO_ASK or codes & {"still-loading", "stalled"}:
+            # Nobody there, or one that was waited for in vain before.
+            holds.end()
+            return
+        holds.begin(
+            self._socket_path(vllm_config),
+            connect_timeout_s=self.options.connect_timeout_s,
+            state_timeout_s=self.options.state_timeout_s,
+        )
 
     def _decided(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         self._take_role(vllm_config, model_config)
@@ -142,7 +160,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             # Another engine has the device's memory now, and will give it back first.
             return own + others
         free, total = memory
-        device = budget.Device(total, free, vllm_config.cache_config.gpu_memory_utilization)
+        device = budget.DeviceBudget(total, free, vllm_config.cache_config.gpu_memory_utilization)
         external = budget.external_bytes(device, own=own, others=others)
         self._tell_cost(vllm_config, found, caches, device, own, external)
         return external
@@ -152,7 +170,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         vllm_config: Any,
         found: Sequence[AttachOutcome],
         caches: Sequence[Held],
-        device: budget.Device,
+        device: budget.DeviceBudget,
         own: int,
         external: int,
     ) -> None:
@@ -256,6 +274,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             log.info("%s", told)
         decision = self._decide(vllm_config, model_config)
         _decisions.pop(self.options.role, None)
+        if not holds.is_held():
+            # A worker of the CPU, which does not ask for the memory before.
+            self._hold_loads(vllm_config, [decision.reason])
         if decision.attachment is not None:
             result = self._map_model(vllm_config, model_config, prefix, decision.attachment)
             if isinstance(result, nn.Module):
@@ -272,7 +293,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             self.options = msgspec.structs.replace(self.options, is_draft=True)
 
     def _decide(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
-        """The decision of this build. Raises the reason if fallback is off; OutOfDeviceMemoryError."""
+        """The decision of this engine. Raises the reason if fallback is off; OutOfDeviceMemoryError."""
         role = self.options.role
         # vLLM makes a new configuration for each question about a draft; only its
         # speculative_config stays one object.
@@ -401,7 +422,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         path, attach = self._socket_path(vllm_config), self._how_to_attach(vllm_config)
         key = with_checkpoint_as_now(attachment.tensor_index.key, vllm_config, model_config)
 
-        def lease(held: mapped.Attachment, on_unmap: Callable[[], bool]) -> client.LeaseKeeper:
+        def lease(
+            held: mapped.MappedAttachment, on_unmap: Callable[[], bool]
+        ) -> client.LeaseKeeper:
             assert isinstance(held, client.Attachment)
             return client.LeaseKeeper(held.connection, path, held.ready, on_unmap=on_unmap)
 

@@ -7,11 +7,47 @@ RestartPreventExitStatus=.
 
 from __future__ import annotations
 
+from typing import Literal
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_NO_DAEMON = 3
 EXIT_BUSY = 75
 EXIT_CONFIG = 78
+
+
+# Refusals of the daemon that need no class of their own.
+Refusal = Literal[
+    "busy",
+    "generation-gone",
+    "in-use",
+    "loading",
+    "no-lease",
+    "peer",
+    "protocol-version",
+    "unknown-cache",
+]
+# Causes that are named more closely than by the class of their error.
+Cause = Literal[
+    "absent",
+    "another-rank",
+    "attach-failed",
+    "connection-lost",
+    "cpu-offload",
+    "eplb",
+    "failed",
+    "no-daemon",
+    "no-room",
+    "protocol-version",
+    "refused",
+    "released",
+    "stalled",
+    "still-loading",
+    "timeout",
+    "unreachable",
+    "weight-transfer",
+    "wrong-device",
+]
 
 
 class WeightcachedError(Exception):
@@ -20,10 +56,10 @@ class WeightcachedError(Exception):
     Each class has a code; `code` names a cause more closely, for counters.
     """
 
-    code = "error"
+    code: str = "error"
     exit_status = EXIT_FAILURE
 
-    def __init__(self, message: str = "", *, code: str = "") -> None:
+    def __init__(self, message: str = "", *, code: Cause | None = None) -> None:
         super().__init__(message)
         if code:
             self.code = code
@@ -58,7 +94,7 @@ class CheckpointMissingError(CheckpointError):
 
 
 class SnapshotError(WeightcachedError):
-    """A snapshot cannot be written, or is not what it says. The weights are loaded instead."""
+    """A snapshot cannot be written, or is damaged. The weights are loaded instead."""
 
     code = "snapshot"
 
@@ -71,7 +107,7 @@ class RuntimePathError(WeightcachedError):
 
 
 class HomeError(WeightcachedError):
-    """This user has no home directory, and what is asked for lies there."""
+    """This user has no home directory, and a needed file would be there."""
 
     code = "home"
     exit_status = EXIT_CONFIG
@@ -155,10 +191,73 @@ class SharedWeightsError(WeightcachedError):
 
 
 class EngineError(WeightcachedError):
-    """An engine could not do what it was told, or does not answer. The text is for people."""
+    """An engine failed to carry out a command, or does not answer. The text is for people."""
 
     code = "engine"
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
         self.timed_out = timed_out
+
+
+class PlacementError(WeightcachedError):
+    """The engine arguments cannot be laid out on this node. `key` is the argument to change."""
+
+    code = "placement"
+    exit_status = EXIT_USAGE
+
+    def __init__(self, message: str = "", *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class ServiceBusyError(WeightcachedError):
+    """Another supervisor keeps this service."""
+
+    code = "service-busy"
+    exit_status = EXIT_BUSY
+
+
+class ListenError(WeightcachedError):
+    """The public address cannot be had. The operator frees it, or changes the manifest."""
+
+    code = "listen"
+    exit_status = EXIT_CONFIG
+
+
+class ArgumentError(WeightcachedError):
+    """vLLM does not take these arguments. The operator changes the manifest."""
+
+    code = "engine-argument"
+    exit_status = EXIT_CONFIG
+
+
+class UnitError(WeightcachedError):
+    """systemd could not carry out the job, or the unit ended in another state."""
+
+    code = "unit"
+
+
+class UnknownCacheError(WeightcachedError):
+    """No daemon holds a cache of that name."""
+
+    code = "unknown-cache"
+
+
+class ExporterError(WeightcachedError):
+    """The endpoint cannot listen there. The operator chooses another address or port."""
+
+    code = "exporter"
+
+
+class InstallError(WeightcachedError):
+    """The files cannot be installed; the text names the obstacle."""
+
+    code = "install"
+
+
+class PreloadError(WeightcachedError):
+    """The command line cannot be carried out. The user changes it."""
+
+    code = "preload"
+    exit_status = EXIT_USAGE

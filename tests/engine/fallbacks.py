@@ -212,14 +212,14 @@ def unreadable(process: Process) -> Iterator[None]:
     """The socket's mode forbids it; root, whom no mode stops, asks as nobody."""
     from weightcached.wire import connection as client
 
-    connected = client._open_socket
+    open_socket = client._open_socket
 
     def as_nobody(path: Path, timeout_s: float) -> Any:
         if os.getuid():
-            return connected(path, timeout_s)
+            return open_socket(path, timeout_s)
         os.seteuid(NOBODY)
         try:
-            return connected(path, timeout_s)
+            return open_socket(path, timeout_s)
         finally:
             os.seteuid(0)
 

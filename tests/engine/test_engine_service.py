@@ -111,12 +111,19 @@ def completion(count: int, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def chat(service: Service, models: dict[str, Path]) -> Iterator[Chat]:
     chat = Chat(service, models["untied"])
+    # There is no journal here.
+    log = service.manager.runtime_dir / "chat.log"
+    drop_in = service.manager.unit_dir / "weightcached-engine@.service.d/log.conf"
+    drop_in.parent.mkdir(parents=True, exist_ok=True)
+    drop_in.write_text(f"[Service]\nStandardOutput=append:{log}\nStandardError=append:{log}\n")
+    service.manager.systemctl("daemon-reload")
     service.ctl("start", "cpu0")
     try:
         # Type=notify: returns when an engine serves.
         service.ctl("engine", "start", "chat")
         yield chat
     finally:
+        print(log.read_text(errors="replace")[-20000:])
         service.ctl("engine", "stop", "chat", check=False)
         service.ctl("stop", "cpu0", check=False)
 

@@ -13,7 +13,8 @@ import pytest
 
 from bench.checkpoints import llama_config, with_experts, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
-from weightcached.config.ranks import PlacementError, layout_of
+from weightcached.config.ranks import layout_of
+from weightcached.errors import PlacementError
 
 EXPERTS = 8
 

@@ -67,7 +67,7 @@ def clutter(model: Path) -> None:
     shutil.copy(next(model.glob("*.safetensors")), model / "checkpoint-500/model.safetensors")
     with open(model / "checkpoint-500/pytorch_model.bin", "wb") as f:
         os.truncate(f.fileno(), 1 << 40)
-    (model / "original/consolidated.safetensors").write_text("version https://git-lfs.github.com/")
+    (model / "original/model.safetensors").write_text("version https://git-lfs.github.com/")
 
 
 def overwrite(path: Path) -> None:
@@ -94,8 +94,11 @@ def test_new_status_or_new_neighbours_are_mapped_and_other_content_is_not(
             shutil.copy(path, tmp_path / "linked")
         shutil.copytree(model / "checkpoint-500", model / "checkpoint-1000", ignore=_sparse)
         assert reload(service) == ["cpu0 tiny/target: unchanged, generation 1"]
-        for directory in (model, tmp_path / "linked"):
-            assert engines.tokens(directory, "ipc_cache", loader=MAPPED) == tokens
+        assert engines.tokens(model, "ipc_cache", loader=MAPPED) == tokens
+        # The digest of what was loaded outlives the daemon, and the status that the files had.
+        service.kill("cpu0")
+        assert service.caches("cpu0")[0]["source"] == "adopted"
+        assert engines.tokens(tmp_path / "linked", "ipc_cache", loader=MAPPED) == tokens
 
         changed = sorted(model.glob("*.safetensors"))[1]
         changed.chmod(0o640)
@@ -116,6 +119,16 @@ def _sparse(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if name == "pytorch_model.bin"]
 
 
+@contextmanager
+def started(service: Service, device: str) -> Iterator[None]:
+    """A unit that has nothing to serve yet."""
+    assert service.ctl("start", device, check=False).returncode == 1
+    try:
+        yield
+    finally:
+        service.ctl("stop", device, check=False)
+
+
 def test_model_whose_mount_is_late_fails_alone_and_is_loaded_once_it_is_there(
     service: Service, model: Path, tmp_path: Path
 ) -> None:
@@ -123,7 +136,7 @@ def test_model_whose_mount_is_late_fails_alone_and_is_loaded_once_it_is_there(
     checkpoint(late, tied=True, dtype="bfloat16", seed=3)
     late.rename(away)
     models = [entry("tiny", model, "cpu0"), entry("late", late, "cpu1")]
-    with serving(service, "cpu0", *models), serving(service, "cpu1", *models):
+    with serving(service, "cpu0", *models), started(service, "cpu1"):
         assert [cache["state"] for cache in service.caches("cpu0")] == ["ready"]
         (cache,) = service.caches("cpu1")
         assert cache["error"].startswith(f"model {late} does not exist: mount"), cache

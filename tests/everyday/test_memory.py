@@ -18,8 +18,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, checkpoint
-from tests.fakes.daemon import DaemonProcess, model, until
+from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, Engines, checkpoint
+from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
+
+# They load with vLLM.
+pytestmark = pytest.mark.slow
 
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256}
 UTILIZATION = 0.92
@@ -130,6 +133,15 @@ def costs(answer: dict[str, Any]) -> list[str]:
     return [line for line in answer["log"] if line.startswith("the KV cache is ")]
 
 
+@pytest.fixture(scope="module")
+def engines(setup: Setup) -> Iterator[Engines]:
+    """Whole engines, one after the other."""
+    environment = os.environ | ENVIRONMENT
+    made = Engines(environment, setup.daemon.directory / "engines.log")
+    yield made
+    made.close()
+
+
 def test_engine_of_another_key_starts_with_a_smaller_kv_cache(serving: Setup) -> None:
     answer = serving.engines["other"].start(serving.device)
     assert_started_within_the_utilization(answer, serving.device)
@@ -193,6 +205,43 @@ def test_engine_beside_memory_of_a_daemon_that_is_away_starts(serving: Setup) ->
     assert any("no weightcached daemon listens" in line for line in answer["log"])
     (line,) = costs(answer)
     assert "holds small/target 5.8 MiB (" in line
+
+
+def test_engine_that_may_not_fall_back_waits_for_the_daemon(serving: Setup) -> None:
+    assert serving.daemon.stop() == 0
+    serving.daemon.launch(keep_store=True)
+    answer = serving.engines["small"].start(serving.device, connect_timeout_s=20.0, fallback=False)
+    assert_started_within_the_utilization(answer, serving.device)
+
+
+def test_load_beside_an_engine_that_starts_waits_for_the_end_of_its_start(
+    serving: Setup, engines: Engines
+) -> None:
+    options = {"socket_dir": str(serving.daemon.runtime), "fallback": False}
+    engines.send(
+        engine={"model": str(serving.paths["small"]), "load_format": "ipc_cache", "model_loader_extra_config": options}
+    )  # fmt: skip
+    before = len(serving.daemon.log)
+
+    def news() -> str:
+        return serving.daemon.log[before:]
+
+    until(lambda: "attached pid=" in news(), "the engine attaches", bound_s=ANSWER_TIMEOUT_S)
+    names = ("small", "large", "other")
+    write_manifest(
+        serving.daemon.manifest, [model(name, serving.paths[name], **ENGINE) for name in names]
+    )
+    serving.daemon.signal(signal.SIGHUP)
+    until(
+        lambda: "load waits for engines that measure memory cache=other/target" in news(),
+        "it waits",
+    )
+    assert "tokens" in engines.answer()
+    until(serving.daemon.is_ready, "the third model is resident", bound_s=ANSWER_TIMEOUT_S)
+    # Not because the engine's process had ended: it serves.
+    assert len(serving.daemon.status().caches[0].engines) == 1
+    assert "an engine held loads off" not in news()
+    engines.ask(close=True)
 
 
 def test_engine_is_told_at_once_where_the_daemon_was_stopped(serving: Setup) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/faults.md"
-HEAD = "| cause | what happens | what to do | test |"
+HEAD = "| cause | effect | remedy | test |"
 
 
 def rows(text: str) -> list[list[str]]:

@@ -163,7 +163,7 @@ def test_uninstall_beside_a_running_unit_is_refused(
     assert ctl("start", "cpu0", env=installed.env).returncode == 0
     refused = ctl("uninstall", env=installed.env)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert f"{unit} runs, and would lose what is resident" in refused.stderr
+    assert f"{unit} runs, and would lose resident weights" in refused.stderr
     assert f"systemctl --user disable --now {unit}" in refused.stderr
     assert (installed.unit_dir / "weightcached@.service").exists()
     assert installed.show(unit, "ActiveState") == "active"

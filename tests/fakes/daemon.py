@@ -33,13 +33,13 @@ def environment(**extra: str) -> dict[str, str]:
     env = {
         k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))
     }
-    return {**env, "PYTHONPATH": PYTHONPATH, "PYTHONDONTWRITEBYTECODE": "1", **extra}
+    return {**env, "PYTHONPATH": PYTHONPATH, **extra}
 
 
-def write_manifest(path: Path, models: list[dict[str, Any]]) -> None:
+def write_manifest(path: Path, models: list[dict[str, Any]], **keys: Any) -> None:
     """Write the manifest as an editor does: the daemon never sees half of it."""
     part = path.with_suffix(".part")
-    part.write_text(yaml.safe_dump({"version": 1, "models": models}))
+    part.write_text(yaml.safe_dump({"version": 1, "models": models, **keys}))
     part.replace(path)
 
 

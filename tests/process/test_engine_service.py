@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.service import ClientLoop, ServiceProcess
 from weightcached.cli.engine import as_json, as_table
+from weightcached.cli.weightcachectl import main as weightcachectl
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
 from weightcached.exporter.health import Node
 from weightcached.exporter.metrics import text_of
@@ -84,6 +87,18 @@ def test_death_of_any_process_brings_the_parked_engine(make: Make, victim: str) 
     assert 0 < after["last_takeover_s"] < BOUND_S
     assert not any(os.path.exists(f"/proc/{before[v]}/exe") for v in ("pid", "core"))
     assert not (service.home / "1").exists()
+
+
+@pytest.mark.parametrize(("failures", "takes_over"), [(2, True), (3, False)])
+def test_parked_engine_that_cannot_wake_is_asked_again(
+    make: Make, short_tmp: Path, failures: int, takes_over: bool
+) -> None:
+    service = make(arguments={"x_wake_fails": str(short_tmp / "fails")}).start()
+    status = service.until_standby()
+    (short_tmp / "fails").write_text(str(failures))
+    kill(status["pid"])
+    assert (service.get()["engine"] == 2) == takes_over
+    assert "cannot take over yet: RuntimeError: no memory" in service.log
 
 
 def test_two_engines_never_serve_at_once_as_long_as_the_fence_is_held(make: Make) -> None:
@@ -403,6 +418,20 @@ def test_metrics_and_table_show_the_service(make: Make) -> None:
         f"chat    serving  127.0.0.1:{service.port}  engine 2, pid {status['pid']}  engine 3 parked  "
         f"1, last in {status['last_takeover_s']:.2f} s  for 75 s"
     )
+    options = ["--socket-dir", str(service.runtime)]
+    shown = CliRunner().invoke(weightcachectl, ["status", "--json", *options])
+    document = json.loads(shown.stdout)
+    assert document["devices"] == []
+    assert document["engines"][0]["pid"] == status["pid"]
+    assert (
+        row.split()[:5]
+        == CliRunner()
+        .invoke(weightcachectl, ["status", *options])
+        .stdout.splitlines()[1]
+        .split()[:5]
+    )
+    woken = CliRunner().invoke(weightcachectl, ["engine", "sleep", "chat", *options])
+    assert woken.stdout == "chat: asleep\n"
     assert list(as_json([status])[0]) == [
         "name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s",
     ]  # fmt: skip

@@ -33,7 +33,15 @@ from tests.fakes.daemon import (
 )
 from tests.process.test_preload import Launcher as PreloadLauncher
 from tests.process.test_preload import launch
-from weightcached.wire.messages import Attach, Done, Fallback, Mismatch, Reload, ReloadReply
+from weightcached.wire.messages import (
+    Attach,
+    Done,
+    Fallback,
+    Mismatch,
+    Release,
+    Reload,
+    ReloadReply,
+)
 
 Launcher = Callable[..., DaemonProcess]
 ALARM_S = 2.0
@@ -165,6 +173,15 @@ def test_health_names_each_cache_that_is_not_ready_and_why(
         f"cpu1 elsewhere/target: no weightcached daemon listens on {socket_path}: "
         "systemctl --user start weightcached@cpu1.service\n",
     )
+
+
+def test_health_is_good_while_an_engine_has_a_copy_of_its_own(
+    daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    with daemon.client() as engine:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        engine.expect(Release(), Done)
+    assert exporter().get("/health") == (200, "ready: 0 caches\n")
 
 
 @pytest.mark.timed

@@ -16,6 +16,7 @@ PRIORITY = -10
 TURN_LIMIT_S = 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 @pytest.mark.parametrize(
     "kinds",

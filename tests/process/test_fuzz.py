@@ -167,6 +167,7 @@ def target() -> Iterator[Target]:
     shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_well_typed_messages_with_wild_values_are_answered(target: Target) -> None:
     @SETTINGS
@@ -182,6 +183,7 @@ def test_well_typed_messages_with_wild_values_are_answered(target: Target) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_ill_typed_messages_are_answered(target: Target) -> None:
     @SETTINGS
@@ -196,6 +198,7 @@ def test_ill_typed_messages_are_answered(target: Target) -> None:
     assert target.peer.kinds["Refused:protocol"] > EXAMPLES // 4
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_mutated_messages_with_and_without_descriptors_are_answered(target: Target) -> None:
     key = key_of({"model": str(target.checkpoint)})

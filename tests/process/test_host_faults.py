@@ -157,6 +157,7 @@ def test_runtime_directory_that_is_removed_is_made_again(
     assert not daemon.socket.exists()
 
 
+@pytest.mark.slow
 def test_socket_that_is_removed_is_made_again_without_a_watchdog(
     daemon: DaemonProcess, checkpoint: Path
 ) -> None:
@@ -336,6 +337,7 @@ def test_loader_that_runs_out_of_memory_is_named_and_what_is_served_stays(
 # ---- clock, names, locale
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_deadlines_do_not_follow_the_wall_clock(
     make_daemon: Launcher, checkpoint: Path, gate: Path

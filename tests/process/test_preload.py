@@ -272,6 +272,7 @@ def test_descriptors_of_what_was_replaced_or_dropped_are_let_go(
     assert preload.kept() == 0
 
 
+@pytest.mark.slow
 def test_rank_that_cannot_come_back_ends_the_command_with_its_status(
     launch: Launcher, checkpoint: Path
 ) -> None:

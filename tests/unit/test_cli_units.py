@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from pathlib import Path
 
@@ -226,21 +227,25 @@ def load(phase: str, done: int, total: int, eta_s: float | None = None) -> Loadi
     return Loading(cache="a/target", phase=phase, done_bytes=done, total_bytes=total, eta_s=eta_s)
 
 
-def test_terminal_gets_one_moving_line_with_a_bar() -> None:
+def test_terminal_gets_a_bar_for_each_load_and_keeps_none() -> None:
     terminal = Terminal()
     display = ProgressDisplay(terminal)
     display.show("cpu0 a/target", load("read weights", GIB, 4 * GIB, 3.0))
     display.show("cpu0 a/target", load("read weights", 4 * GIB, 4 * GIB, 0.0))
-    display.show("cpu0 a/target", load("proof", 0, 0))
-    display.show_text("cpu0", "stopping")
+    display.show("cpu0 b/[draft]", load("proof", 0, 0))
+    display.show_text("cpu1", "stopping")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "━ cpu0 a/target: read weights, 1.0 of 4.0 GiB, 3.0 s left" in shown
+    last = shown.splitlines()[-3:]
+    assert [line.strip("━╸╺ \r") for line in last] == [
+        "cpu0 a/target: read weights, 4.0 of 4.0 GiB, 0.0 s left",
+        "cpu0 b/[draft]: proof",
+        "cpu1: stopping",
+    ]
     display.clear()
-    assert terminal.getvalue() == (
-        "\r\x1b[K[######..................] cpu0 a/target: read weights, 1.0 of 4.0 GiB, 3.0 s left"
-        "\r\x1b[K[########################] cpu0 a/target: read weights, 4.0 of 4.0 GiB, 0.0 s left"
-        "\r\x1b[K[........................] cpu0 a/target: proof"
-        "\r\x1b[K[........................] cpu0: stopping"
-        "\r\x1b[K"
-    )
+    # Up, and each line erased.
+    assert terminal.getvalue().endswith("\x1b[1A\x1b[2K" * 3)
+    display.clear()
 
 
 def test_file_gets_each_phase_once_and_then_a_line_now_and_then(

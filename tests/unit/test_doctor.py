@@ -283,7 +283,7 @@ def test_full_runtime_directory_is_found(machine: Machine) -> None:
     with mounted(machine.run, "nr_inodes=1"):
         found = machine.findings("runtime directory")
     text = f"{machine.run} has no room for another file"
-    fix = f"df -i {machine.run}; rm what is not needed there"
+    fix = f"df -i {machine.run}; rm files that are not needed there"
     assert found[0] == Finding("runtime directory", "fail", text, fix)
 
 
@@ -295,7 +295,7 @@ def test_cache_directory_that_keeps_nothing_is_found(machine: Machine, fault: st
     directory = machine.base / "cache/weightcached"
     directory.mkdir(parents=True, mode=0o700)
     expected = {
-        "full": (f"{directory} is full", f"df -h {directory}; rm what is not needed there"),
+        "full": (f"{directory} is full", f"df -h {directory}; rm files that are not needed there"),
         "read-only": (
             f"{directory} is read-only",
             f"mount -o remount,rw {directory} (as root), or export XDG_CACHE_HOME=…",
@@ -352,7 +352,7 @@ def test_unit_whose_socket_is_not_in_this_session_s_directory_is_found(machine: 
     text = f"weightcached@cpu0.service is active, but {path} is not there, so no engine of this session finds it"
     fix = "compare $XDG_RUNTIME_DIR with 'systemctl --user show-environment', or weightcachectl restart cpu0"
     assert machine.findings("unit")[-1] == Finding("unit", "fail", text, fix)
-    with StubDaemon(path):
+    with StubDaemon(path, lambda request: [status("cpu0", cache())]):
         assert all(finding.level == "ok" for finding in machine.findings("unit"))
 
 

@@ -97,7 +97,9 @@ def test_daemon_is_told_of_a_fallback_where_there_is_one_to_be_told(path: Path) 
         assert daemon.requests[1:] == [Fallback(reason="released")]
         assert daemon.requests[0] == Hello(protocol=PROTOCOL_VERSION, purpose="ctl"), "no lease"
         for code in ("no-daemon", "runtime-path", "wrong-device", "timeout", "protocol-version"):
-            fallback.report(path, WeightCacheUnavailableError("nobody to tell", code=code))
+            reason = WeightCacheUnavailableError("nobody to tell")
+            reason.code = code
+            fallback.report(path, reason)
         assert len(daemon.requests) == 2
 
 

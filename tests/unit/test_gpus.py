@@ -254,3 +254,52 @@ def test_visible_device_that_cuda_would_stop_at_is_named(
         f"CUDA_VISIBLE_DEVICES is {visible!r}: {entry!r} names no device of its own; "
         f"this machine has {MIG0}, {MIG1}, {GPU1}"
     )
+
+
+# ---- the MIG device of a process
+
+
+SLICES = [
+    GpuInfo("MIG-11111111-0000-0000-0000-000000000001", "H200 MIG 1g.18gb", 0, True, "GPU-parent"),
+    GpuInfo("MIG-11111111-0000-0000-0000-000000000002", "H200 MIG 1g.18gb", 0, True, "GPU-parent"),
+]
+
+
+@pytest.mark.parametrize(
+    ("digits", "visible", "device"),
+    [
+        # CUDA tells the slice's own.
+        ("11111111-0000-0000-0000-000000000002", None, SLICES[1].uuid),
+        # It tells the GPU's, and the environment which slice.
+        ("parent", SLICES[1].uuid, SLICES[1].uuid),
+        ("parent", f"GPU-other,{SLICES[0].uuid}", SLICES[0].uuid),
+        ("parent", None, SLICES[0].uuid),
+    ],
+)
+def test_mig_device_of_a_process_is_the_slice(
+    monkeypatch: pytest.MonkeyPatch, digits: str, visible: str | None, device: str
+) -> None:
+    monkeypatch.setattr(gpus, "list_gpus", lambda: SLICES)
+    assert gpus.mig_device(digits, visible) == device
+
+
+def test_mig_device_is_named_where_nobody_lists_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "list_gpus", list)
+    assert gpus.mig_device("abc", None) == "MIG-abc"
+
+
+def test_engine_on_a_slice_looks_for_the_slices_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stub of torch: what it says of a slice and of a whole GPU."""
+    import torch
+
+    from weightcached.vllm_compat import build
+
+    monkeypatch.setattr(gpus, "list_gpus", lambda: SLICES)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for name, digits, device in (
+        ("NVIDIA H200 MIG 1g.18gb", SLICES[0].uuid.removeprefix("MIG-"), SLICES[0].uuid),
+        ("NVIDIA H200", "0e3f", "GPU-0e3f"),
+    ):
+        properties = types.SimpleNamespace(name=name, uuid=digits)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
+        assert build.gpu_of_worker() == device

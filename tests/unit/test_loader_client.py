@@ -23,6 +23,7 @@ from weightcache_loader.client import Attachment, LeaseKeeper, attach, mismatch_
 from weightcached.checkpoint.identity import full_digest, sample_digest
 from weightcached.errors import (
     CacheConfigMismatchError,
+    Cause,
     IndexFormatError,
     ProtocolError,
     WeightcachedError,
@@ -908,7 +909,7 @@ def test_daemon_that_is_away_is_waited_for_and_another_reason_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client, "_REJOIN_FIRST_S", 0.0)
-    reasons = iter(["no-daemon", "connection-lost", "absent"])
+    reasons: Iterator[Cause] = iter(("no-daemon", "connection-lost", "absent"))
 
     def attach() -> Attachment:
         raise WeightCacheUnavailableError("no", code=next(reasons))

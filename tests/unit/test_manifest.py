@@ -14,6 +14,7 @@ import pytest
 from weightcached.config.drafts import has_cached_draft
 from weightcached.config.manifest import Manifest, ModelSpec, check_checkpoint, load_manifest
 from weightcached.config.rendezvous import Rendezvous
+from weightcached.config.snapshots import SnapshotSpec
 from weightcached.errors import (
     EXIT_CONFIG,
     CheckpointMissingError,
@@ -157,13 +158,14 @@ def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else()
         digest(engine={"model": "m", "dtype": "auto", "seed": 0}),
         digest(python="/usr/bin/python3"),
         digest(rendezvous=PLACE),
+        digest(env={"VLLM_USE_DEEP_GEMM": "0"}),
     ]
     assert len(set(different)) == len(different)
 
 
 DEVICES = "; 'weightcachectl devices' prints their names"
 
-KNOWN = "known keys: name, devices, engine, python, rendezvous, identity"
+KNOWN = "known keys: name, devices, engine, python, rendezvous, identity, env"
 WITH_DRAFT = "{model: CKPT, speculative_config: {method: eagle, model: CKPT}}"
 TWO_NODES = "{model: CKPT, tensor_parallel_size: 2, nnodes: 2, node_rank: 0}"
 DEVICE_HINT = (
@@ -207,7 +209,8 @@ FAULTS = {
     ),
     "unknown_top": (
         "version: 1\nmodel: []\n",
-        "M:2: model: unknown key (did you mean 'models'?); known keys: version, models, engines",
+        "M:2: model: unknown key (did you mean 'models'?); known keys: version, models, engines, "
+        "snapshots",
     ),
     "duplicate_top": (
         "version: 1\nmodels: []\nversion: 1\n",
@@ -229,6 +232,23 @@ FAULTS = {
         f"M:6: models[0].devises: unknown key (did you mean 'devices'?); {KNOWN}",
     ),
     "misplaced_key": (model("    zzz: 1\n"), f"M:6: models[0].zzz: unknown key; {KNOWN}"),
+    "env_number": (
+        model("    env: {VLLM_USE_DEEP_GEMM: 0}\n"),
+        "M:6: models[0].env.VLLM_USE_DEEP_GEMM: expected a string, got the integer 0: quote it",
+    ),
+    "env_name": (
+        model("    env: {'a-b': x}\n"),
+        "M:6: models[0].env.a-b: no environment variable has such a name: expected one like VLLM_USE_DEEP_GEMM",
+    ),
+    "env_device": (
+        model("    env: {CUDA_VISIBLE_DEVICES: '1'}\n"),
+        "M:6: models[0].env.CUDA_VISIBLE_DEVICES: a loader sees the device that it loads for, and no other: use "
+        "devices",
+    ),
+    "env_manager": (
+        model("    env: {NOTIFY_SOCKET: x}\n"),
+        "M:6: models[0].env.NOTIFY_SOCKET: NOTIFY_SOCKET is between the service manager and the daemon: remove it",
+    ),
     "integer_key": (
         model("    1: 1\n"),
         "M:6: models[0]: expected a string as key, got the integer 1: quote it",
@@ -572,6 +592,44 @@ def test_unreadable_file_is_named(write: Any) -> None:
             os._exit(0 if str(e) == f"{path}: cannot be read: Permission denied" else 2)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_snapshots_are_off_by_default(write: Any) -> None:
+    assert load_manifest(write(model())).snapshots is None
+
+
+def test_snapshots_have_a_directory_a_bound_and_a_count(write: Any, tmp_path: Path) -> None:
+    text = model() + f"snapshots: {{dir: {tmp_path}, max_bytes: 200 GiB, keep: 2}}\n"
+    spec = load_manifest(write(text)).snapshots
+    assert spec == SnapshotSpec(directory=tmp_path, max_bytes=200 << 30, keep=2)
+
+
+def test_snapshots_are_in_the_users_cache_by_default(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = load_manifest(write(model() + "snapshots: {}\n")).snapshots
+    assert spec == SnapshotSpec(directory=tmp_path / "weightcached/snapshots")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("{dir: here}", "snapshots.dir: expected an absolute path, got 'here'"),
+        (
+            "{max_bytes: 10 GB}",
+            "snapshots.max_bytes: expected bytes or a size such as 200 GiB, got '10 GB'",
+        ),
+        ("{keep: 0}", "snapshots.keep: expected an integer of at least 1, got the integer 0"),
+        (
+            "{keeps: 1}",
+            "snapshots.keeps: unknown key (did you mean 'keep'?); known keys: dir, max_bytes, keep",
+        ),
+        ("true", "snapshots: expected a mapping, got the boolean true"),
+    ],
+)
+def test_wrong_snapshots_are_refused_by_key(write: Any, value: str, text: str) -> None:
+    assert fault(write(model() + f"snapshots: {value}\n")) == f"M:6: {text}"
 
 
 @pytest.mark.parametrize(

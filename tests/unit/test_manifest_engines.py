@@ -93,7 +93,7 @@ FAULTS = {
     "negative drain": (entry(", drain_s: -1"), "expected a number of at least 0"),
     "no time for a step": (entry(", hang_s: 0.5"), "expected at least 1, got 0.5"),
     "nursery as number": (entry(", nursery: 1"), "expected true or false, got the integer 1"),
-    "port twice": (entry(", arguments: {port: 1}"), "the entry's key listen says where"),
+    "port twice": (entry(", arguments: {port: 1}"), "use the entry's key listen"),
     "model twice": (entry(", arguments: {model: x}"), "the entry's key model names the model"),
     "dashes": (entry(", arguments: {max-model-len: 1}"), "write max_model_len"),
     "grpc": (entry(", arguments: {grpc: true}"), "the service serves HTTP"),

@@ -145,6 +145,8 @@ def codes() -> Iterator[str]:
     for value in vars(errors).values():
         if isinstance(value, type) and issubclass(value, errors.WeightcachedError):
             yield value.code
+    yield from get_args(errors.Refusal)
+    yield from get_args(errors.Cause)
     for package in ("weightcached", "weightcache_loader"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from weightcached.config.ranks import Placement, PlacementError, layout_of, needs, place
+from weightcached.config.ranks import Placement, layout_of, needs, place
+from weightcached.errors import PlacementError
 
 
 def ranks(**engine: Any) -> list[tuple[int, int, int, int, int]]:

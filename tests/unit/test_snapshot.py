@@ -19,12 +19,13 @@ from torch import nn
 
 from tests.fakes.cuda_driver import MIB, FakeDriver, FakeGpu, FakeTensor, Live
 from tests.fakes.models import Packed, an_index, random_bytes
+from weightcached.config.snapshots import default_directory
 from weightcached.errors import SnapshotError
 from weightcached.index import tensors as index_format
 from weightcached.index.tensors import SegmentRecord
 from weightcached.segments.cuda import CudaBackend
 from weightcached.segments.host import HostBackend
-from weightcached.snapshot import files, restorer, writer
+from weightcached.snapshot import restorer, writer
 from weightcached.snapshot.files import (
     decode_header,
     encode_header,
@@ -409,4 +410,4 @@ def test_a_full_file_system_is_said_before_anything_is_written(tmp_path: Path) -
 def test_the_default_directory_needs_an_absolute_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     with pytest.raises(SnapshotError, match="no directory for snapshots"):
-        files.default_directory()
+        default_directory()

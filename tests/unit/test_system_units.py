@@ -13,14 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from weightcached.cli.weightcachectl import main
-from weightcached.system.units import (
-    InstallError,
-    Outcome,
-    install,
-    is_unmodified,
-    source,
-    uninstall,
-)
+from weightcached.errors import InstallError
+from weightcached.system.units import Outcome, install, is_unmodified, source, uninstall
 
 UNIT = "systemd/user/weightcached@.service"
 EXPORTER = "systemd/user/weightcached-exporter.service"

@@ -32,7 +32,7 @@ CHUNK_BYTES = 64 << 20
 SAMPLE_BYTES = 4096
 DIGEST_FORMAT = 1
 CACHE_FORMAT = 2
-# A file keeps its inode through chmod and new links: what it was is compared with what it is.
+# A file keeps its inode through chmod and new links, so its former states are kept for comparison.
 _KEPT_PER_FILE = 4
 # Fits the second-level cache of one core together with its copy in the page cache's way.
 _READ_BYTES = 1 << 20
@@ -54,8 +54,9 @@ class Source(NamedTuple):
 
 
 class CacheEntry(msgspec.Struct, frozen=True):
-    """One file's digests (hex) by its status, the newest first. `check`, the xxh3-64 of the other
-    fields, shows a torn entry.
+    """One file's digests (hex) by its status, the newest first.
+
+    check: the xxh3-64 of the other fields, which shows a torn entry.
     """
 
     format: int

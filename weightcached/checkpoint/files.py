@@ -72,9 +72,7 @@ _SETTLE_LIMIT_S = 1.0
 
 
 class WeightFile(NamedTuple):
-    """One file. name: relative to the root, or absolute outside of it; blob: the digest that a Hub
-    cache calls it by, or empty.
-    """
+    """One file. name: below the root, or absolute; blob: its name in a Hub cache, or ""."""
 
     name: str
     stat: StatTuple
@@ -91,8 +89,10 @@ def stat_tuple(info: os.stat_result) -> StatTuple:
 
 
 class Chosen(NamedTuple):
-    """What an engine would read now: the weight files in reading order, the index files that name
-    them, and the index files that it would look for and not find.
+    """The files that an engine would read now.
+
+    The weight files in reading order, the index files that name them, and names of index files that
+    it would look for and not find.
     """
 
     root: str
@@ -175,7 +175,7 @@ def _no_weights(root: str, load_format: str) -> str:
     if not _SNAPSHOT.fullmatch(root):
         return f"{text}expected {patterns}; name another model or load format"
     if complete := _complete_snapshots(root, load_format):
-        # Whoever asks for the configuration alone moves refs/main, and downloads nothing else.
+        # A download of the configuration alone moves refs/main too.
         return (
             f"{text}only a part of this revision was downloaded; complete is revision "
             f"{' and '.join(complete)}: download this one, or pin that one with 'revision: {complete[-1]}' beside "
@@ -225,7 +225,7 @@ def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str
 
 
 def _formats(root: str, load_format: str, *, hub: bool) -> list[str]:
-    """The format in force; of a Hub model in both formats both, since vLLM's choice needs the Hub."""
+    """The format in force; both, if a Hub model has both: vLLM's choice needs the Hub."""
     if load_format == "auto":
         if not _matching(root, _MISTRAL_PATTERN):
             return ["hf"]

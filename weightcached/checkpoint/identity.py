@@ -4,9 +4,9 @@ The ladder of docs/identity.md: same files, Hub blobs, sample, full digest; the 
 counts. Torch-free; used by the daemon, the loader child and the engine. Which files count is
 files.py's, reading them safetensors_header.py's and digests.py's business.
 
-`python -m weightcached.checkpoint.identity full` is the daemon's low-priority child: an identity as
-JSON on standard input, the same one with its full digest on standard output; a failure is one line
-on standard error and exit status 1.
+`python -m weightcached.checkpoint.identity full [--idle]` is the daemon's child: an identity as JSON
+on standard input, the same one with its full digest on standard output; a failure is one line on
+standard error and exit status 1. With `--idle` it leaves the machine to everybody else.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One file as it was recorded. `name` is relative to the root, or absolute outside of it; `blob`
-    is the digest that the Hub cache calls it by, or empty.
+    """One file as it was recorded.
+
+    name: relative to the root, or absolute outside of it; blob: its name in the Hub cache, a
+    digest, or "".
     """
 
     name: Name
@@ -61,10 +63,10 @@ class CheckpointIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The files of one checkpoint and the digests made of them so far (hex, or empty).
 
     `files` are the weight files that an engine would choose now, in reading order; after a load,
-    those of them that the load read. `extra` are what it read beside them, found by name: the index
-    of the shards, weights in sub-folders. `absent` are names that it looked for there and did not
-    find, `unread` those of chosen files that it did not read. The digests are of `files` and
-    `extra`, in this order.
+    those of them that the load read. `extra` are other files that it read, by name: the index of
+    the shards, weights in sub-folders. `absent` are names that it looked for and did not find,
+    `unread` names of chosen files that it did not read. The digests cover `files` and `extra`, in
+    this order.
     """
 
     root: Annotated[str, Meta(max_length=4_096)]
@@ -112,9 +114,7 @@ def record_checkpoint(
 
 
 def records_of(root: str, found: Sequence[WeightFile]) -> list[FileRecord]:
-    """The files as a record has them. Raises CheckpointError for more, or longer names, than can
-    be compared.
-    """
+    """The files as records. Raises CheckpointError for too many files or too long names."""
     if len(found) > MAX_FILES:
         raise CheckpointError(
             f"checkpoint {root} has {len(found)} weight files: at most {MAX_FILES} are compared"
@@ -125,7 +125,7 @@ def records_of(root: str, found: Sequence[WeightFile]) -> list[FileRecord]:
 
 
 def _check_text(path: str, limit: int) -> None:
-    # What os.fsdecode() could not decode cannot travel in a message either.
+    # A name that os.fsdecode() could not decode cannot travel in a message either.
     if len(path) > limit or any("\ud800" <= char <= "\udfff" for char in path):
         raise CheckpointError(
             f"path {path[:200]!r} is longer than {limit} characters or not UTF-8: rename it"
@@ -133,9 +133,9 @@ def _check_text(path: str, limit: int) -> None:
 
 
 def with_files(identity: CheckpointIdentity, names: Sequence[str]) -> CheckpointIdentity:
-    """The record of exactly these names, in this order, as whoever compares wants digests of them.
+    """The record of exactly these names, in this order, for digests of them.
 
-    What is not recorded yet is looked for now. Raises CheckpointError for what cannot be read.
+    Looks now for files that are not recorded yet. Raises CheckpointError for an unreadable file.
     """
     if list(names) == [*identity.names, *identity.absent]:
         return identity
@@ -176,7 +176,7 @@ def check_headers(identity: CheckpointIdentity) -> int:
 
 
 def changed_files(identity: CheckpointIdentity) -> list[str]:
-    """Names that are no longer as recorded; what is missing or new counts. Opens none."""
+    """Names of files that are no longer as recorded; missing and new ones count. Opens none."""
     files = (*identity.files, *identity.extra)
     changed = [file.name for file in files if _stat_now(identity.root, file) != file.stat]
     new = [n for n in identity.absent if os.path.lexists(os.path.join(identity.root, n))]
@@ -268,9 +268,7 @@ class Different(Decision, frozen=True):
 
 
 class Need(Decision, frozen=True):
-    """Undecided until `sides` have the digest of `rung`, or, for `files`, the record of
-    names_to_compare().
-    """
+    """Undecided until `sides` have the digest of `rung`; for `files`: the record of those names."""
 
     rung: Literal["files", "sample", "full"]
     sides: tuple[Side, ...]
@@ -312,9 +310,7 @@ def decide(
 
 
 def names_to_compare(cached: CheckpointIdentity, asked: CheckpointIdentity) -> list[str]:
-    """What is to be looked at in the one asked for, by its own names; its digests are made of what
-    is there.
-    """
+    """The names to compare in the requested record; its digests cover these files."""
     chosen = [file.name for file in _chosen(cached, asked)]
     return [*chosen, *(file.name for file in cached.extra), *cached.absent]
 
@@ -327,7 +323,7 @@ def _chosen(cached: CheckpointIdentity, asked: CheckpointIdentity) -> list[FileR
 def _counterparts(
     cached: CheckpointIdentity, asked: CheckpointIdentity
 ) -> list[FileRecord] | Decision:
-    """What the one asked for has in place of each file of the cached one, or the decision."""
+    """The requested record's counterpart of each cached file, or the decision."""
     chosen = _chosen(cached, asked)
     if not cached.files or not chosen:
         return Different("a checkpoint without weight files equals no other")
@@ -395,14 +391,19 @@ def _hub_repository(snapshot: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`full`: read an identity from stdin, write it with its full digest. Returns the status."""
-    if list(argv) != ["full"]:
-        sys.stderr.write("usage: python -m weightcached.checkpoint.identity full < identity.json\n")
+    """Read an identity from stdin, write it with its full digest. Returns the status."""
+    if not argv or argv[0] != "full" or list(argv[1:]) not in ([], ["--idle"]):
+        sys.stderr.write(
+            "usage: python -m weightcached.checkpoint.identity full [--idle] < identity.json\n"
+        )
         return EXIT_USAGE
-    _lower_priority()
+    if len(argv) > 1:
+        _lower_priority()
     try:
         identity = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckpointIdentity)
-        completed = with_full(identity)
+        # One thread: several gigabytes a second, and the other cores and most of the memory's
+        # bandwidth are left to the engines.
+        completed = with_full(identity, workers=1 if len(argv) > 1 else None)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         sys.stderr.write(f"the identity on standard input does not decode: {e}\n")
         return EXIT_FAILURE
@@ -418,6 +419,11 @@ def _lower_priority() -> None:
     os.nice(19)
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if os.getsid(0) != os.getpid():
+        return
+    # The scheduler may weigh sessions against each other; the above then counts within ours alone.
+    with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
+        group.write("19")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
 from weightcached.cli.status import ask_device
+from weightcached.cli.text import mark
 from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_manifest
 from weightcached.errors import (
     CheckpointMissingError,
@@ -83,7 +84,7 @@ class Finding(NamedTuple):
 def as_line(finding: Finding) -> str:
     """One line of the report."""
     fix = f"; fix: {finding.fix}" if finding.fix else ""
-    return f"{finding.level:<4}  {finding.check}: {finding.text}{fix}"
+    return f"{mark(f'{finding.level:<4}')}  {finding.check}: {finding.text}{fix}"
 
 
 def examine() -> list[Finding]:
@@ -290,7 +291,7 @@ def _runtime_directory() -> Iterator[Finding]:
             "runtime directory",
             "fail",
             text,
-            f"df -i {directory.parent}; rm what is not needed there",
+            f"df -i {directory.parent}; rm files that are not needed there",
         )
     if not os.path.lexists(directory):
         yield Finding("runtime directory", "ok", f"{directory} is made by the first daemon")
@@ -331,7 +332,7 @@ def _cache_directory() -> Finding:
             f"chmod go-w {there}",
         )
     if info.f_bavail == 0 or is_full(there):
-        fix = f"df -h {there}; rm what is not needed there"
+        fix = f"df -h {there}; rm files that are not needed there"
         return Finding("cache directory", "warn", f"{there} is full: {again}", fix)
     return Finding("cache directory", "ok", str(directory))
 

@@ -9,7 +9,12 @@ from contextlib import ExitStack
 
 from weightcached.cli.progress import ProgressDisplay
 from weightcached.cli.status import ANSWER_TIMEOUT_S, connect
-from weightcached.errors import ProtocolError, WeightcachedError, WeightCacheUnavailableError
+from weightcached.errors import (
+    ProtocolError,
+    UnknownCacheError,
+    WeightcachedError,
+    WeightCacheUnavailableError,
+)
 from weightcached.system.text import seconds_text
 from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import (
@@ -25,12 +30,6 @@ from weightcached.wire.messages import (
     StatusReply,
 )
 from weightcached.wire.requests import ask
-
-
-class DropError(WeightcachedError):
-    """No daemon holds a cache of that name."""
-
-    code = "unknown-cache"
 
 
 def reload_all(
@@ -105,12 +104,15 @@ def outcome_text(device: str, outcome: CacheOutcome) -> str:
 
 
 def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]]:
-    """(device, cache) of every cache called `wanted`, a model's name or MODEL/ROLE. Raises DropError if none is."""
+    """(device, cache) of every cache called `wanted`, a model's name or MODEL/ROLE.
+
+    Raises UnknownCacheError if there is none.
+    """
     known = [(reply.device, cache.name) for reply in replies for cache in reply.caches]
     found = [(device, name) for device, name in known if wanted in (name, name.rpartition("/")[0])]
     if not found:
         listed = ", ".join(f"{name} on {device}" for device, name in known) or "none"
-        raise DropError(f"no daemon has a cache {wanted!r}; caches: {listed}")
+        raise UnknownCacheError(f"no daemon has a cache {wanted!r}; caches: {listed}")
     return found
 
 

@@ -31,6 +31,7 @@ SOFTWARE = f"weightcachectl {__version__}"
 _CACHE_FIELDS = (
     "name", "role", "state", "generation", "source", "bytes", "segments", "tensors",
     "load_seconds", "phase", "done_bytes", "total_bytes", "error", "retry_at", "warning",
+    "snapshot",
 )  # fmt: skip
 _HEAD = ("DEVICE", "CACHE", "STATE", "GEN", "SIZE", "ENGINES", "DETAIL")
 _T = TypeVar("_T")
@@ -175,8 +176,9 @@ def _detail(cache: CacheStatus, now: float) -> str:
         return error
     done = (
         f"{cache.source} in {seconds_text(cache.load_seconds)}"
-        if cache.source == "loaded"
+        if cache.source in ("loaded", "restored")
         else cache.source
     )
+    snapshot = f"snapshot: {cache.snapshot}" if cache.snapshot else ""
     # A ready generation is served while its successor loads, and if that fails.
-    return ", ".join(part for part in (done, progress, error, cache.warning) if part)
+    return ", ".join(part for part in (done, progress, error, cache.warning, snapshot) if part)

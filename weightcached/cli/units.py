@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from weightcached.cli.progress import ProgressDisplay
 from weightcached.cli.status import ask_device
-from weightcached.errors import EXIT_CONFIG, WeightcachedError
+from weightcached.errors import EXIT_CONFIG, UnitError, WeightcachedError
 from weightcached.system.paths import session_environment
 
 Verb = Literal["start", "stop", "restart"]
@@ -26,12 +26,6 @@ _PROPERTIES = (
     "InvocationID",
     "NRestarts",
 )
-
-
-class UnitError(WeightcachedError):
-    """systemd could not carry out the job, or the unit ended in another state."""
-
-    code = "unit"
 
 
 class UnitState(NamedTuple):

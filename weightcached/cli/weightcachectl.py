@@ -123,13 +123,21 @@ def status(devices: Sequence[str], as_json: bool, watch: bool) -> None:
 
 
 def _show_status(devices: Sequence[str], as_json: bool) -> int:
+    from weightcached.cli import engine as engines
     from weightcached.cli import status
+    from weightcached.wire.services import Services
 
     answers = _ask(devices)
+    services = Services([], {}) if devices else engines.ask_all()
+    for name, error in services.errors.items():
+        complain(f"{name}: {error}")
     if as_json:
-        _print_json(status.as_json(answers.replies))
-    elif answers.replies:
-        click.echo("\n".join(status.as_table(answers.replies)))
+        document = status.as_json(answers.replies)
+        _print_json(document | {"engines": engines.as_json(services.replies)})
+    else:
+        tables = [status.as_table(answers.replies)] if answers.replies else []
+        tables += [engines.as_table(services.replies)] if services.replies else []
+        click.echo("\n\n".join("\n".join(table) for table in tables), nl=bool(tables))
     return 0 if answers.replies else EXIT_NO_DAEMON
 
 
@@ -529,6 +537,68 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
     _exit(EXIT_FAILURE if failed else 0)
 
 
+@main.group()
+def snapshot() -> None:
+    """List, verify or remove snapshots on disk.
+
+    Snapshots are written after a load if the manifest has the key snapshots, and bring the weights
+    back without vLLM.
+    """
+
+
+_snapshot_cache = click.argument("cache", required=False)
+
+
+@snapshot.command("list")
+@_snapshot_cache
+@_json
+def snapshot_list(cache: str | None, as_json: bool) -> None:
+    """List all snapshots, or those of CACHE, a cache or a model."""
+    from weightcached.cli import snapshot
+
+    rows = snapshot.rows(snapshot.directory(), cache)
+    if as_json:
+        _print_json([row._asdict() for row in rows])
+    else:
+        click.echo("\n".join(snapshot.table(rows)))
+
+
+@snapshot.command("verify")
+@_snapshot_cache
+def snapshot_verify(cache: str | None) -> None:
+    """Read every byte and compare its digest.
+
+    Exit status: 0 all are as written, 1 one is not.
+    """
+    from weightcached.cli import snapshot
+
+    status = 0
+    for row in snapshot.rows(snapshot.directory(), cache):
+        error = snapshot.verify(row)
+        status = EXIT_FAILURE if error else status
+        click.echo(f"{row.device} {row.cache}: {error or 'all digests equal'}")
+    _exit(status)
+
+
+@snapshot.command("rm")
+@click.argument("cache")
+def snapshot_rm(cache: str) -> None:
+    """Remove the snapshots of CACHE, a cache or a model.
+
+    Exit status: 0 removed, 1 there is none.
+    """
+    from weightcached.cli import snapshot
+
+    root = snapshot.directory()
+    rows = snapshot.rows(root, cache)
+    if not rows:
+        complain(f"{root} has no snapshot of {cache}: see 'weightcachectl snapshot list'")
+        _exit(EXIT_FAILURE)
+    for row in rows:
+        snapshot.remove(row)
+        click.echo(f"removed {row.path}")
+
+
 @main.command()
 @_socket_dir
 @click.argument("cache", metavar="CACHE")
@@ -581,6 +651,7 @@ _name = click.argument("name")
 
 
 @engine.command("status")
+@_socket_dir
 @click.argument("name", required=False)
 @_json
 def engine_status(name: str | None, as_json: bool) -> None:
@@ -630,6 +701,7 @@ def _engine_job(verb: str, name: str) -> None:
 
 
 @engine.command("restart")
+@_socket_dir
 @_name
 def engine_restart(name: str) -> None:
     """Replace the engines by those of the manifest as it is now.
@@ -643,6 +715,7 @@ def engine_restart(name: str) -> None:
 
 
 @engine.command("sleep")
+@_socket_dir
 @_name
 def engine_sleep(name: str) -> None:
     """Send the engine to sleep, until somebody connects."""
@@ -650,6 +723,7 @@ def engine_sleep(name: str) -> None:
 
 
 @engine.command("wake")
+@_socket_dir
 @_name
 def engine_wake(name: str) -> None:
     """Wake the engine without waiting for a connection."""

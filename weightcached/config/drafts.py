@@ -71,7 +71,7 @@ def _method_of(model: str) -> str:
         if part in model.lower():
             return method
     if model.startswith("/") and not Path(model).is_dir():
-        # Not there now. What is served of it must not be taken for what nobody wants any more.
+        # Missing now. But its served draft must not count as unwanted.
         return CACHED_METHODS[0]
     try:
         config = json.loads(Path(model, "config.json").read_bytes())

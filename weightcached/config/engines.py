@@ -1,7 +1,8 @@
 """The manifest's `engines:`: one entry a service, an HTTP endpoint that engines of one model serve
 in turn.
 
-Which arguments vLLM knows is for the engine to say; what contradicts the service is refused here.
+The engine checks which arguments vLLM knows; arguments that contradict the service are refused
+here.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, listed, near_miss
-from weightcached.config.ranks import PlacementError, layout_of, needs
+from weightcached.config.ranks import layout_of, needs
+from weightcached.errors import PlacementError
 
 if TYPE_CHECKING:
     from weightcached.config.manifest import ModelSpec
@@ -27,9 +30,9 @@ DEFAULT_HANG_S = 60.0
 _REFUSED = {
     "model": "the entry's key model names the model",
     "model_tag": "the entry's key model names the model",
-    "host": "the entry's key listen says where",
-    "port": "the entry's key listen says where",
-    "uds": "the entry's key listen says where",
+    "host": "use the entry's key listen",
+    "port": "use the entry's key listen",
+    "uds": "use the entry's key listen",
     "config": "write the arguments here",
     "grpc": "the service serves HTTP",
     "headless": "an engine of a service has its own API server",
@@ -43,7 +46,7 @@ _AT_MOST_ONE = {
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True):
-    """Where clients connect: host and port, or the path of a Unix socket."""
+    """The address for clients: host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -73,10 +76,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def merged(self, model: ModelSpec) -> dict[str, Any]:
         """The arguments of an engine: the model's, then this entry's."""
-        return {**model.engine, "load_format": "ipc_cache", **self.arguments}
+        return {**model.engine, "load_format": OWN_LOAD_FORMATS[0], **self.arguments}
 
     def digest(self, model: ModelSpec) -> str:
-        """Names what an engine is started with: equal digests are one version of the service."""
+        """Identifies the start of an engine: equal digests are one version of the service."""
         started_with = [self.merged(model), model.python, model.devices]
         return hashlib.sha256(msgspec.json.encode(started_with, order="deterministic")).hexdigest()
 

@@ -199,14 +199,14 @@ class Value:
         return self.items()[step] if isinstance(step, int) else self.mapping()[step]
 
     def get(self, key: str) -> Value:
-        """The entry of that key, or the mapping itself where it has none: for messages."""
+        """The entry of that key, or the mapping itself if it has none: for messages."""
         return self.mapping().get(key, self)
 
     def convert(self, to: type[_T]) -> _T:
-        """The value as `to`, a msgspec type. Raises ManifestError for the first place that does not
-        fit, with what is expected there.
+        """The value as `to`, a msgspec type.
 
-        A description in the type's Meta() says what is expected, in place of the bare type.
+        Raises ManifestError for the first place that does not fit, with the expected type, or with
+        the description in the type's Meta().
         """
         data = self.plain()
         try:
@@ -215,7 +215,7 @@ class Value:
             self._explain(str(e), inspect.type_info(to))
 
     def _explain(self, text: str, kind: inspect.Type) -> NoReturn:
-        """Say what msgspec found wrong, at the place that it names."""
+        """Report msgspec's error at the place that it names."""
         what, _, path = text.removesuffix("`").partition(" - at `$")
         at = self
         for name, index in _PATH_STEP.findall(path):
@@ -276,7 +276,7 @@ def _plain_type(kind: inspect.Type) -> inspect.Type:
 
 
 def _alternatives(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """The types that a value may have, None apart: that is for what is left out."""
+    """The types that a value may have, without None, which stands for a missing key."""
     kind = _plain_type(kind)
     kinds = tuple(kind.types) if isinstance(kind, inspect.UnionType) else (kind,)
     return tuple(k for k in kinds if not isinstance(k, inspect.NoneType))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,14 +23,17 @@ from weightcached.config.drafts import has_cached_draft
 from weightcached.config.engines import EngineEntry, EngineSpec, resolve_engines
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, read
-from weightcached.config.ranks import SIZES, Placement, PlacementError, layout_of, needs
+from weightcached.config.ranks import SIZES, Placement, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
-from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError
+from weightcached.config.snapshots import SnapshotsEntry, SnapshotSpec, resolve_snapshots
+from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError, PlacementError
+from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
 ALL = "all"
 LAYOUT_KEYS = SIZES
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Size = Annotated[int, Meta(ge=1)]
 
 
@@ -45,6 +49,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     python: str | None = None
     rendezvous: Rendezvous | None = None
     identity: Literal["full", "sampled"] = "full"
+    # What the loader's environment has besides the daemon's.
+    env: dict[str, str] = {}
 
     def is_on(self, device: str) -> bool:
         """Whether a rank of this model is placed on `device`."""
@@ -78,6 +84,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             "group" if self.rendezvous else SOLO,
             self.rank_of(device),
         ]
+        if self.env:
+            loaded_from.append(self.env)
         return hashlib.sha256(msgspec.json.encode(loaded_from, order="deterministic")).hexdigest()
 
 
@@ -85,15 +93,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     models: list[ModelSpec]
     engines: list[EngineSpec] = []
+    snapshots: SnapshotSpec | None = None
 
     def on(self, device: str) -> list[ModelSpec]:
         """The models placed on `device`, in manifest order."""
         return [model for model in self.models if model.is_on(device)]
 
     def service(self, name: str) -> tuple[EngineSpec, ModelSpec]:
-        """The engine service called `name`, and its model. Raises ManifestError where there is
-        none.
-        """
+        """The engine service called `name`, and its model. Raises ManifestError without one."""
         for engine in self.engines:
             if engine.name == name:
                 return engine, next(m for m in self.models if m.name == engine.model)
@@ -110,6 +117,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     python: Text | None = None
     rendezvous: rendezvous.Entry = "solo"
     identity: Literal["full", "sampled"] = "full"
+    env: dict[str, Any] = {}
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +126,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: Literal[1]
     models: Annotated[list[ModelEntry], Meta(min_length=1, description="a list of models")]
     engines: list[EngineEntry] = []
+    snapshots: SnapshotsEntry | None = None
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -130,7 +139,9 @@ def load_manifest(path: Path) -> Manifest:
     document = root.convert(Document)
     models = _models(document.models, keys["models"])
     engines = resolve_engines(document.engines, keys["engines"], models) if document.engines else []
-    return Manifest(path=path, models=models, engines=engines)
+    entry = document.snapshots
+    snapshots = None if entry is None else resolve_snapshots(entry, keys["snapshots"])
+    return Manifest(path=path, models=models, engines=engines, snapshots=snapshots)
 
 
 def _check_version(version: Value) -> None:
@@ -188,6 +199,7 @@ def _model(entry: ModelEntry, at: Value) -> ModelSpec:
         python=entry.python,
         rendezvous=meeting,
         identity=entry.identity,
+        env={name: _variable(name, at["env"][name]) for name in entry.env},
     )
 
 
@@ -308,6 +320,18 @@ def _check_directory(model: str, *, config_elsewhere: bool) -> None:
 def _check_python(path: str, at: Value) -> None:
     if not path.startswith("/"):
         at.fail(f"expected the absolute path of an interpreter, got {path!r}")
+
+
+def _variable(name: str, at: Value) -> str:
+    if not _VARIABLE.fullmatch(name):
+        at.fail("no environment variable has such a name: expected one like VLLM_USE_DEEP_GEMM")
+    if name in FOR_THIS_PROCESS:
+        at.fail(f"{name} is between the service manager and the daemon: remove it")
+    if name == "CUDA_VISIBLE_DEVICES":
+        at.fail("a loader sees the device that it loads for, and no other: use devices")
+    if at.kind != "str":
+        at.fail(f"expected a string, got {at.described()}: quote it")
+    return str(at.plain())
 
 
 __all__ = [

@@ -11,24 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weightcached.errors import WeightcachedError
+from weightcached.errors import PlacementError
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _COUNTS = (*SIZES, "data_parallel_size_local", "nnodes", "prefill_context_parallel_size")
 _RANKS = ("node_rank", "data_parallel_rank", "data_parallel_start_rank")
 _MOVING_EXPERTS = ("enable_eplb", "enable_elastic_ep")
 KEYS = (*_COUNTS, *_RANKS, "enable_expert_parallel", *_MOVING_EXPERTS)
-
-
-class PlacementError(WeightcachedError):
-    """The engine arguments cannot be laid out on this node. `key` is the argument to change."""
-
-    code = "placement"
-    exit_status = 2
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(message)
-        self.key = key
 
 
 class Layout(NamedTuple):
@@ -50,7 +39,8 @@ class Layout(NamedTuple):
         """The ranks of this node's device number `local`."""
         if not 0 <= local < self.local_ranks:
             raise PlacementError(
-                "devices", f"local rank {local} is outside of this node's {self.local_ranks} ranks"
+                f"local rank {local} is outside of this node's {self.local_ranks} ranks",
+                key="devices",
             )
         global_rank = self.first_rank + local
         dp_rank, rank = divmod(global_rank, self.replica_ranks)
@@ -90,7 +80,7 @@ def place(engine: Mapping[str, Any], devices: Sequence[str]) -> list[tuple[str, 
     """
     layout = layout_of(engine)
     if len(devices) != layout.local_ranks:
-        raise PlacementError("devices", f"{len(devices)} devices are listed, {needs(engine)}")
+        raise PlacementError(f"{len(devices)} devices are listed, {needs(engine)}", key="devices")
     return [(device, layout.place(local)) for local, device in enumerate(devices)]
 
 
@@ -110,17 +100,18 @@ def _check_values(engine: Mapping[str, Any]) -> None:
         value, least = engine.get(key), 1 if key in _COUNTS else 0
         if value is not None and (type(value) is not int or value < least):
             raise PlacementError(
-                key, f"{key} is {value!r}: expected a whole number, at least {least}"
+                f"{key} is {value!r}: expected a whole number, at least {least}", key=key
             )
     if (size := engine.get("prefill_context_parallel_size") or 1) > 1:
         raise PlacementError(
-            "prefill_context_parallel_size",
             f"prefill_context_parallel_size {size} cannot be cached: leave it out",
+            key="prefill_context_parallel_size",
         )
     for key in _MOVING_EXPERTS:
         if engine.get(key):
             raise PlacementError(
-                key, f"{key} moves experts while serving, cached weights cannot move: leave it out"
+                f"{key} moves experts while serving, cached weights cannot move: leave it out",
+                key=key,
             )
 
 
@@ -130,14 +121,14 @@ def _block(engine: Mapping[str, Any], replica: int, dp: int) -> tuple[int, int]:
         return _block_of_node(engine, replica, dp, nnodes)
     if engine.get("node_rank"):
         raise PlacementError(
-            "node_rank", f"node_rank {engine['node_rank']} needs nnodes, the number of nodes"
+            f"node_rank {engine['node_rank']} needs nnodes, the number of nodes", key="node_rank"
         )
     start, local = _replicas(engine, dp)
     if start + local > dp:
         name = _start_key(engine)
         raise PlacementError(
-            name,
             f"{name} {start} + data_parallel_size_local {local} is {start + local}: data_parallel_size is {dp}",
+            key=name,
         )
     return start * replica, local * replica
 
@@ -148,12 +139,12 @@ def _block_of_node(
     world, node = replica * dp, engine.get("node_rank") or 0
     if world % nnodes:
         raise PlacementError(
-            "nnodes",
             f"nnodes {nnodes} does not divide the {world} ranks of this model: choose one that does",
+            key="nnodes",
         )
     if node >= nnodes:
         raise PlacementError(
-            "node_rank", f"node_rank is {node}: with nnodes {nnodes} expected 0 to {nnodes - 1}"
+            f"node_rank is {node}: with nnodes {nnodes} expected 0 to {nnodes - 1}", key="node_rank"
         )
     local = world // nnodes
     first = node * local
@@ -161,14 +152,14 @@ def _block_of_node(
     start = engine.get(name)
     if start is not None and start != first // replica:
         raise PlacementError(
-            name,
             f"{name} {start} contradicts node_rank {node} of {nnodes}, which begins with {first // replica}",
+            key=name,
         )
     here, given = max(local // replica, 1), engine.get("data_parallel_size_local")
     if given is not None and given != here:
         raise PlacementError(
-            "data_parallel_size_local",
             f"data_parallel_size_local {given} contradicts nnodes {nnodes}, which puts {here} on each node",
+            key="data_parallel_size_local",
         )
     return first, local
 
@@ -180,12 +171,12 @@ def _replicas(engine: Mapping[str, Any], dp: int) -> tuple[int, int]:
         return engine.get("data_parallel_start_rank") or 0, local or dp
     if rank is None:
         raise PlacementError(
-            "data_parallel_rank", "data_parallel_external_lb needs data_parallel_rank"
+            "data_parallel_external_lb needs data_parallel_rank", key="data_parallel_rank"
         )
     if local not in (None, 1):
         raise PlacementError(
-            "data_parallel_size_local",
             f"data_parallel_size_local is {local}: with data_parallel_rank expected 1",
+            key="data_parallel_size_local",
         )
     return rank, 1
 

@@ -53,7 +53,7 @@ Entry = Literal["solo", "group"] | GroupEntry
 
 
 def resolve(entry: Entry, value: Value, engine: Mapping[str, Any]) -> Rendezvous | None:
-    """`solo` is None. Raises ManifestError for a place where the ranks could not meet."""
+    """`solo` is None. Raises ManifestError for an address at which the ranks could not meet."""
     if entry == SOLO:
         return None
     if not isinstance(entry, GroupEntry):

@@ -18,11 +18,9 @@ from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.wire.messages import CacheState, CacheStatus, LoadMessage, Role
+from weightcached.wire.messages import CacheState, CacheStatus, LoadMessage, Role, Source
 
 _M = TypeVar("_M", bound=LoadMessage)
-Source = Literal["loaded", "adopted"]
-
 # The allowed transitions. A ready cache stays ready while its next generation loads, and if that
 # fails.
 TRANSITIONS: dict[CacheState, frozenset[CacheState]] = {
@@ -76,7 +74,7 @@ class Generation:
 
     @property
     def checkpoint(self) -> CheckpointIdentity:
-        """The record of what was loaded, with the full digest where it has been made since."""
+        """The record of the loaded files, with the full digest if it has been made since."""
         return msgspec.structs.replace(self.key.checkpoint, full=self.full_digest)
 
     @property
@@ -124,7 +122,7 @@ class LoadProgress:
         return True
 
     def message(self, kind: type[_M], cache: str) -> _M:
-        """Where the load is, as a message about `cache`."""
+        """The load's progress, as a message about `cache`."""
         return kind(
             cache=cache,
             phase=self.phase,
@@ -156,6 +154,8 @@ class Cache:
         self.identity: Literal["full", "sampled"] = "full"
         # Outlives its generation, so that an engine learns that its cache failed or was released.
         self.last_key: WeightCacheKey | None = None
+        # Of the load that is due, as far as the manifest tells: its key comes later, from vLLM.
+        self.checkpoint: CheckpointIdentity | None = None
         self._last_number = 0
 
     @property
@@ -204,9 +204,7 @@ class Cache:
         return generation
 
     def drop(self) -> Generation | None:
-        """Serve nothing until a reload asks for it. Returns the generation for the caller to
-        retire.
-        """
+        """Serve nothing until a reload. Returns the generation for the caller to retire."""
         self._move("released")
         generation, self.generation = self.generation, None
         self.error = DROPPED
@@ -279,13 +277,11 @@ class Caches:
         cache.state, cache.error = "released", aside.error
 
     def aside(self) -> dict[str, Aside]:
-        """What is to stay unloaded until a reload asks for it, also across a restart."""
+        """Caches that stay unloaded until a reload asks for them, also across a restart."""
         return {x.name: Aside(x.role, x.error) for x in self if x.state == "released"}
 
     def remove(self, name: str) -> Generation | None:
-        """Forget a cache, if it is known. Returns the generation it served, for the caller to
-        retire.
-        """
+        """Forget a cache, if known. Returns its generation for the caller to retire."""
         cache = self._caches.pop(name, None)
         self.changed.fire()
         return cache.generation if cache else None

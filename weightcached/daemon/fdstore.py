@@ -63,8 +63,9 @@ class FdStore:
         self._kept[_tag(generation.index_digest)] = len(generation.fds)
 
     def put(self, generation: Generation) -> None:
-        """Store all descriptors of a generation; wait for the manager. Raises StoreError, also for
-        more than the store takes: systemd closes what is too many, and says nothing.
+        """Store all descriptors of a generation; wait for the manager.
+
+        Raises StoreError, also for more than the store takes: systemd silently closes those.
         """
         tag = _tag(generation.index_digest)
         # One for the note.
@@ -91,7 +92,7 @@ class FdStore:
         )
 
     def note_aside(self, aside: Mapping[str, Aside]) -> None:
-        """Keep what is to stay unloaded, in place of what was noted before. Raises StoreError."""
+        """Store the names of caches that stay unloaded; replaces the note. Raises StoreError."""
         last, self._note = self._note, self._note + 1
         with self._connection() as manager:
             if aside:
@@ -102,7 +103,7 @@ class FdStore:
             manager.barrier()
 
     def take_note(self, stored: list[Stored]) -> dict[str, Aside]:
-        """What an earlier daemon noted; taken out of `stored`, and kept in the store."""
+        """The note of an earlier daemon; taken out of `stored`, and kept in the store."""
         notes = {int(m[1]): item for item in stored if (m := _NOTE.fullmatch(item.name))}
         stored[:] = [item for item in stored if not _NOTE.fullmatch(item.name)]
         if not notes:

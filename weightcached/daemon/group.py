@@ -1,8 +1,7 @@
-"""The other ranks of a model that loads as a group, as far as they are on this node.
+"""The other ranks on this node of a model that loads as a group.
 
-A rank that lost its generation needs its peers to load it. They have theirs, and a reload would
-leave them as they are; so this rank asks them to load along. What they make is dropped again, and
-what they serve stays.
+A rank that lost its generation needs its peers in order to load it. They have theirs, and a reload
+would not touch them; so this rank asks them to load along. They drop the result and go on serving.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _BEGIN_TIMEOUT_S = 60.0
 
 
 class GroupPeers:
-    """Asks the daemons of a group's other ranks. `socket_of` is where that of a device listens."""
+    """Asks the daemons of a group's other ranks. socket_of: the socket path of a device."""
 
     def __init__(self, device: str, socket_of: Callable[[str], Path]) -> None:
         self._device = device

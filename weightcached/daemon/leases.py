@@ -48,8 +48,10 @@ class Broadcast:
 
 
 class Leased(Protocol):
-    """A generation, as far as leases look at it. Which one it is, identity tells and not its
-    number: numbers begin again once a cache has been forgotten.
+    """A generation, as leases see it.
+
+    Identity distinguishes them, not their numbers: numbers begin again once a cache has been
+    forgotten.
     """
 
     cache: str
@@ -127,8 +129,9 @@ class Leases:
         self.changed.fire()
 
     async def unmap_parked(self, generation: Leased, *, timeout_s: float = UNMAP_TIMEOUT_S) -> None:
-        """Ask the parked engines of a generation to unmap it, and wait until each has, or woke, or
-        the timeout is over. Those that are awake keep it.
+        """Ask the parked engines of a generation to unmap it.
+
+        Waits until each has unmapped it or woken, or the timeout is over. Awake engines keep it.
         """
         asked = [lease for lease in self.on(generation) if lease.parked]
         for lease in asked:
@@ -142,13 +145,11 @@ class Leases:
             log.warning("parked engines do not unmap cache=%s pids=%s", generation.cache, left)
 
     def engines(self, cache: str) -> list[EngineStatus]:
-        """Who holds any generation of a cache."""
+        """The engines that hold any generation of a cache."""
         return [lease.status() for lease in self._leases if lease.generation.cache == cache]
 
     def old(self, served: Collection[Leased]) -> list[OldGeneration]:
-        """What engines hold of generations that are not `served` any more: memory that their end
-        frees.
-        """
+        """Generations that are no longer `served` but held by engines, whose end frees them."""
         current = {id(generation) for generation in served}
         held = {id(x.generation): x.generation for x in self._leases}
         return [

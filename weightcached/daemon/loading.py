@@ -38,6 +38,7 @@ from weightcached.wire.messages import (
     LoaderMessage,
     LoaderProgress,
     Role,
+    Source,
     decode_loader,
 )
 
@@ -65,10 +66,13 @@ class Delivery:
     index_digest: str
     index_fd: OwnedFd
     segment_fds: list[OwnedFd]
+    source: Source = "loaded"
 
 
 class LoadRequest(NamedTuple):
-    """One cache to load, from the manifest. python: the engine's interpreter; None: ours."""
+    """One cache to load, from the manifest. python: the engine's interpreter; None: ours.
+    env: what its environment has besides ours.
+    """
 
     device: str
     cache: str
@@ -82,10 +86,11 @@ class LoadRequest(NamedTuple):
     identity: Literal["full", "sampled"]
     python: str | None
     boot_id: str
+    env: dict[str, str] = {}  # noqa: RUF012
 
     def job(self, socket_fd: int, *, waits: bool) -> LoaderJob:
         fields = self._asdict()
-        del fields["python"]
+        del fields["python"], fields["env"]
         return LoaderJob(**fields, socket_fd=socket_fd, waits=waits)
 
 
@@ -157,7 +162,12 @@ class LoaderRun:
         job = encode_job(request.job(socket_fd, waits=waits))
         try:
             child = Child(
-                self._command, self._name, stdin=job, device=request.device, pass_fds=[socket_fd]
+                self._command,
+                self._name,
+                stdin=job,
+                device=request.device,
+                env=request.env,
+                pass_fds=[socket_fd],
             )
         except OSError as e:
             raise LoadFailedError(

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from weightcached import __version__
 from weightcached.daemon import fdstore
 from weightcached.daemon.caches import Aside, Cache, Caches, Generation
@@ -27,14 +29,16 @@ from weightcached.daemon.counters import Tally
 from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.fairness import Queues
 from weightcached.daemon.group import GroupPeers
+from weightcached.daemon.holds import LIMIT_S, Holds
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
-from weightcached.daemon.reconcile import Reconciler, UnknownCacheError
+from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
+from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
@@ -42,6 +46,7 @@ from weightcached.errors import (
     DeviceBusyError,
     ManifestError,
     RuntimePathError,
+    UnknownCacheError,
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
 from weightcached.system.paths import check_device, runtime_dir, socket_path
@@ -54,6 +59,7 @@ from weightcached.wire.messages import (
     Refused,
     ReloadReply,
     StatusReply,
+    refusal,
 )
 from weightcached.wire.resident import boot_id
 
@@ -79,11 +85,12 @@ class ServeOptions:
     socket_dir: Path | None = None
     loaders_ahead: int | None = None
     loader_command: Sequence[str] | None = None
-    # Whether what failed and may succeed later is tried again here; if not, a daemon with nothing
-    # to serve ends with status 1.
+    # Whether the daemon tries passing failures again; if not, a daemon with nothing to serve ends
+    # with status 1.
     retry: bool = True
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     idle_timeout_s: float = IDLE_TIMEOUT_S
+    hold_limit_s: float = LIMIT_S
 
 
 def run(options: ServeOptions) -> int:
@@ -112,8 +119,10 @@ def _raise_descriptor_limit() -> None:
 
 
 def _store_limit() -> int:
-    """How many descriptors the manager keeps for us. Older ones do not say: a drop-in that raises
-    FileDescriptorStoreMax= sets FDSTORE= in Environment= there as well.
+    """The number of descriptors that the manager keeps for us.
+
+    Older managers do not tell: a drop-in that raises FileDescriptorStoreMax= must set FDSTORE= in
+    Environment= too.
     """
     said = os.environ.get("FDSTORE", "")
     return int(said) if said.isdecimal() else fdstore.DEFAULT_MAX
@@ -208,10 +217,12 @@ class Daemon:
         for name, note in aside.items():
             self.caches.set_aside(name, note)
         self.leases = Leases()
+        self.holds = Holds(limit_s=options.hold_limit_s)
         self.tally = Tally(adoptions=len(adopted))
         self._notifier = Notifier(extend_s=options.stall_timeout_s + _EXTEND_MARGIN_S)
         digest = partial(make_full_digest, on_progress=self._notifier.digesting)
         self.matcher = Matcher(self.caches, self.device, digest)
+        self._snapshots = Snapshots(self.device, endpoint.socket.parent)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -224,8 +235,10 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
-            look=partial(Staleness, self.matcher.full_digest, digest),
+            look=partial(Staleness, self.matcher.full_digest, partial(digest, idle=False)),
+            snapshots=self._snapshots,
             unmap_parked=self.leases.unmap_parked,
+            holds=self.holds,
             peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
         )
         self._endpoint = endpoint
@@ -276,9 +289,7 @@ class Daemon:
         return None
 
     async def _first_reconcile(self) -> int | None:
-        """Load what is missing. Returns the failure's exit status when nothing can be served, now
-        or later.
-        """
+        """Load missing caches. Returns the exit status if nothing can be served, now or later."""
         try:
             outcomes = await self.reconciler.run(starting=True)
         except ManifestError as e:
@@ -311,6 +322,7 @@ class Daemon:
         self._endpoint.leave()
         # 2. The loader child and the digest child, with everything they started.
         await end_tasks(*self._tasks)
+        await self._snapshots.close()
         await self.matcher.close()
         self._write(stopped=True)
         # 3. Engines: they keep their mappings.
@@ -346,7 +358,7 @@ class Daemon:
         """
         if self._reloads >= MAX_RELOADS:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
-            return Refused(code="busy", message=message)
+            return refusal("busy", message)
         self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only, along=along))
         task.add_done_callback(self._reload_ended)
@@ -363,7 +375,7 @@ class Daemon:
             except ManifestError as e:
                 return ReloadReply(error=str(e))
             except UnknownCacheError as e:
-                return Refused(code="unknown-cache", message=str(e))
+                return Refused(code=e.code, message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
 
@@ -388,7 +400,22 @@ class Daemon:
 
     def _cache_status(self, cache: Cache) -> CacheStatus:
         retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
-        return cache.status(self.leases, retry_at=retry_at)
+        status = cache.status(self.leases, retry_at=retry_at)
+        outcome = self._snapshots.outcome(cache.generation) if cache.generation else ""
+        return msgspec.structs.replace(status, snapshot=outcome)
+
+    def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]:
+        """Free a generation of which process `by` has a copy, as soon as nobody holds it."""
+        task = asyncio.create_task(self._release(generation, by))
+        self._keep(task)
+        return task
+
+    async def _release(self, generation: Generation, by: int) -> None:
+        await self.leases.none_on(generation)
+        cache = self.caches.get(generation.cache)
+        # Another engine's Release, a reload or a Drop may have been first.
+        if cache is not None and cache.generation is generation:
+            await self.reconciler.release(cache, by=by)
 
     async def _write_resident(self) -> None:
         """Keep the file beside the socket as true as an answer would be."""

@@ -13,14 +13,19 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from weightcached.checkpoint.identity import CheckpointIdentity, record_checkpoint, with_sample
+from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.group import GroupPeers
+from weightcached.daemon.holds import Holds
 from weightcached.daemon.loading import (
     Delivery,
     LoaderRun,
@@ -33,8 +38,9 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.retries import Retries
+from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
-from weightcached.errors import ManifestError
+from weightcached.errors import ManifestError, UnknownCacheError, WeightcachedError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
@@ -57,7 +63,13 @@ class Loader(Protocol):
     """Runs one loader child, as LoaderRun does."""
 
     def __call__(
-        self, request: LoadRequest, *, on_progress: OnProgress, on_key: OnKey, turn: asyncio.Event
+        self,
+        request: LoadRequest,
+        *,
+        on_progress: OnProgress,
+        on_key: OnKey,
+        turn: asyncio.Event,
+        command: Sequence[str] = ...,
     ) -> LoaderRun: ...
 
 
@@ -91,10 +103,6 @@ def loaders_ahead() -> int:
     return min(_MAX_AHEAD, (os.cpu_count() or 1) // _CORES_FOR_EACH_AHEAD)
 
 
-class UnknownCacheError(Exception):
-    """A reload names a cache that neither the manifest nor the daemon has."""
-
-
 def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:
     """The meeting place of the role's loaders; None if each loads alone."""
     place = spec.rendezvous
@@ -114,8 +122,10 @@ def plan(
     only: Collection[str],
     starting: bool = False,
 ) -> Plan:
-    """The caches to load, keep and drop. stale: caches that a load would make anew; empty `only`:
-    all. A daemon that is `starting` leaves what was set aside before as it is.
+    """The caches to load, keep and drop.
+
+    stale: caches that a load would make differently; empty `only`: all. A daemon that is `starting`
+    does not load caches that were dropped before.
     """
     aside = caches.aside() if starting else {}
     chosen = [want for want in wanted if (not only or want.name in only) and want.name not in aside]
@@ -134,7 +144,7 @@ def plan(
 
 
 def is_current(want: Wanted, caches: Caches, stale: Collection[str]) -> bool:
-    """Whether what is served is what is wanted."""
+    """Whether the served generation is the wanted one."""
     cache = caches.get(want.name)
     served = cache.generation if cache else None
     return served is not None and served.spec_digest == want.spec_digest and want.name not in stale
@@ -156,7 +166,9 @@ class Reconciler:
         manifest: Path | None,
         ahead: int | None = None,
         look: Callable[[], Staleness],
+        snapshots: Snapshots,
         unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
+        holds: Holds | None = None,
         peers: GroupPeers | None = None,
     ) -> None:
         self._caches = caches
@@ -167,10 +179,14 @@ class Reconciler:
         self._device = device
         self._boot_id = boot_id
         self._unmap_parked = unmap_parked
+        self._holds = holds or Holds()
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._looking: set[asyncio.Task[None]] = set()
         self._peers = peers
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
+        self._snapshots = snapshots
         self._lock = asyncio.Lock()
         # Failed caches that may load if tried again without a change.
         self.retries = Retries()
@@ -190,8 +206,8 @@ class Reconciler:
         starting: bool = False,
         along: bool = False,
     ) -> list[CacheOutcome]:
-        """Read the manifest and reconcile. `along`: what is current loads too, for another rank of
-        its group.
+        """Read the manifest and reconcile. along: load current caches too, for another rank of
+        their group.
 
         Raises ManifestError, UnknownCacheError; nothing has changed then.
         """
@@ -199,7 +215,8 @@ class Reconciler:
             try:
                 wanted = await self._read_manifest()
                 chosen = self._chosen(only, wanted)
-                stale = await self._find_stale(wanted)
+                look = self._look()
+                stale = await self._find_stale(wanted, look)
                 todo = plan(
                     wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
                 )
@@ -215,7 +232,8 @@ class Reconciler:
                 self.settled.set()
             await self._note_aside()
             self._caches.changed.fire()
-            outcomes += await self._load_all(todo.load)
+            # A forced reload distrusts the snapshots too.
+            outcomes += await self._load_all(todo.load, None if force else look)
             if along:
                 await self._load_along(todo.unchanged)
             return outcomes
@@ -229,7 +247,7 @@ class Reconciler:
             # Asked for by several that were lost, they all met the first time.
             if cache.generation is None or not await self._peers.lacks(want):
                 continue
-            run = self._start(want, at_once=True)
+            run = self._start(want, None, at_once=True)
             try:
                 delivery = await run.delivery()
             except (LoadFailedError, OSError) as e:
@@ -243,10 +261,12 @@ class Reconciler:
                 self._caches.changed.fire()
 
     async def retry(self) -> None:
-        """Load what is due to be tried again, as the manifest was when it was last read."""
+        """Load the caches that are due to be tried again, by the manifest as last read."""
         async with self._lock:
             due = self.retries.take_due()
-            stale = await self._find_stale([self._wanted[n] for n in due if n in self._wanted])
+            look = self._look()
+            known = [self._wanted[name] for name in due if name in self._wanted]
+            stale = await self._find_stale(known, look)
             todo: list[Wanted] = []
             for name in due:
                 want, cache = self._wanted.get(name), self._caches.get(name)
@@ -257,7 +277,7 @@ class Reconciler:
                 else:
                     self._queue(want)
                     todo.append(want)
-            await self._load_all(todo)
+            await self._load_all(todo, look)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -269,14 +289,16 @@ class Reconciler:
             log.error("manifest refused error=%s", e)
             raise
         self.manifest_error = ""
+        self._snapshots.spec = manifest.snapshots
         wanted = wanted_caches(manifest, self._device)
         if not wanted:
             log.warning("manifest places no model here manifest=%s device=%s", path, self._device)
         return wanted
 
     def _chosen(self, only: Collection[str], wanted: list[Wanted]) -> set[str]:
-        """The caches that `only` names, each by its own name or by its model's. Raises
-        UnknownCacheError where it names none of this device.
+        """The caches that `only` names, each by its own name or its model's.
+
+        Raises UnknownCacheError if none is on this device.
         """
         known = {want.name for want in wanted} | {cache.name for cache in self._caches}
         chosen = {x for x in known if x in only or x.rpartition("/")[0] in only}
@@ -287,10 +309,9 @@ class Reconciler:
             )
         return chosen
 
-    async def _find_stale(self, wanted: Sequence[Wanted]) -> set[str]:
-        """Caches that are served, and not what a load would make now."""
+    async def _find_stale(self, wanted: Sequence[Wanted], look: Staleness) -> set[str]:
+        """Served caches that a load would make differently now."""
         stale = set()
-        look = self._look()
         for want in wanted:
             cache = self._caches.get(want.name)
             generation = cache.generation if cache else None
@@ -311,18 +332,33 @@ class Reconciler:
     def _queue(self, want: Wanted) -> None:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity = want.spec.identity
+        cache.checkpoint = None
         cache.begin_load()
+        looking = asyncio.create_task(self._look_at_checkpoint(cache, want))
+        self._looking.add(looking)
+        looking.add_done_callback(self._looking.discard)
 
-    async def _load_all(self, wanted: Sequence[Wanted]) -> list[CacheOutcome]:
+    async def _look_at_checkpoint(self, cache: Cache, want: Wanted) -> None:
+        """Learn what an engine must not wait for: a load of other weights than its own."""
+        checkpoint = await asyncio.to_thread(_checkpoint_of, want)
+        if self._wanted.get(want.name) is want:
+            cache.checkpoint = checkpoint
+            self._caches.changed.fire()
+
+    async def _load_all(
+        self, wanted: Sequence[Wanted], look: Staleness | None
+    ) -> list[CacheOutcome]:
+        """Load, or restore if `look` finds a snapshot that equals the result of a load."""
         outcomes: list[CacheOutcome] = []
         started: dict[str, QueuedRun] = {}
         left = list(wanted)
         try:
             for position, want in enumerate(wanted):
-                for coming in wanted[position : position + 1 + self._ahead]:
-                    if coming.name not in started:
-                        started[coming.name] = self._start(coming, at_once=coming is want)
-                outcomes.append(await self._load(want, started[want.name]))
+                async with self._holds.device_for(self._caches.ensure(want.name, want.role)):
+                    for coming in wanted[position : position + 1 + self._ahead]:
+                        if coming.name not in started:
+                            started[coming.name] = self._start(coming, look, at_once=coming is want)
+                    outcomes.append(await self._load(want, started[want.name]))
                 left.remove(want)
         finally:
             for want in left:
@@ -331,7 +367,15 @@ class Reconciler:
                 await run.discard()
             # Not beside a load, which reads the same disk.
             self._matcher.make_digests()
+            self._write_snapshots()
         return outcomes
+
+    def _write_snapshots(self) -> None:
+        for want in self._wanted.values():
+            cache = self._caches.get(want.name)
+            generation = cache.generation if cache else None
+            if generation is not None and generation.spec_digest == want.spec_digest:
+                self._snapshots.write_later(generation, want.spec.python)
 
     def _give_up(self, want: Wanted) -> None:
         """A fault of ours ended the round before it was this cache's turn, or in it."""
@@ -340,12 +384,12 @@ class Reconciler:
             cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
             self.retries.failed(cache.name)
 
-    def _start(self, want: Wanted, *, at_once: bool) -> QueuedRun:
+    def _start(self, want: Wanted, look: Staleness | None, *, at_once: bool) -> QueuedRun:
         turn = asyncio.Event()
         if at_once:
             turn.set()
         cache = self._caches.ensure(want.name, want.role)
-        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, turn)))
+        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, look, turn)))
 
     async def _load(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
@@ -372,7 +416,9 @@ class Reconciler:
             error=cache.error,
         )
 
-    async def _run_loader(self, cache: Cache, want: Wanted, turn: asyncio.Event) -> Delivery:
+    async def _run_loader(
+        self, cache: Cache, want: Wanted, look: Staleness | None, turn: asyncio.Event
+    ) -> Delivery:
         load = cache.begin_load()
 
         def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
@@ -385,8 +431,26 @@ class Reconciler:
             load.key = key
             self._caches.changed.fire()
 
-        request = self._request(cache, want)
-        return await self._loader(request, on_progress=on_progress, on_key=on_key, turn=turn).run()
+        run = partial(
+            self._loader,
+            self._request(cache, want),
+            on_progress=on_progress,
+            on_key=on_key,
+            turn=turn,
+        )
+        path = await self._snapshots.find(want, look.reason) if look else None
+        if path is not None:
+            try:
+                restored = run(command=self._snapshots.restorer(path, want.spec.python))
+                return replace(await restored.run(), source="restored")
+            except LoadFailedError as e:
+                log.warning(
+                    "snapshot not used, it is loaded cache=%s path=%s reason=%s",
+                    cache.name,
+                    path,
+                    e,
+                )
+        return await run().run()
 
     def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
         placement = want.spec.placement_of(self._device)
@@ -403,6 +467,7 @@ class Reconciler:
             identity=want.spec.identity,
             python=want.spec.python,
             boot_id=self._boot_id,
+            env=want.spec.env,
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
@@ -411,7 +476,11 @@ class Reconciler:
         If the daemon dies in between, its successor finds both generations and keeps the newer one.
         """
         generation = Generation(
-            delivery.index, delivery.index_digest, delivery.index_fd, delivery.segment_fds, "loaded"
+            delivery.index,
+            delivery.index_digest,
+            delivery.index_fd,
+            delivery.segment_fds,
+            delivery.source,
         )
         try:
             await asyncio.to_thread(self._store.put, generation)
@@ -456,23 +525,19 @@ class Reconciler:
         return CacheOutcome(cache=name, outcome="dropped")
 
     async def forget(self, name: str) -> None:
-        """Stop serving a cache that the manifest lacks and free its memory, engines' own mappings
-        apart.
-        """
+        """Stop serving a cache that the manifest lacks; free its memory, except engines' mappings."""
         generation = self._caches.remove(name)
         self.retries.settled(name)
         if generation is not None:
             await self._retire(generation)
 
     async def drop(self, cache: Cache) -> None:
-        """Stop serving a cache until a reload asks for it, and free its memory, engines' own
-        mappings apart.
-        """
+        """Stop serving a cache until a reload; free its memory, except engines' mappings."""
         self.retries.settled(cache.name)
         await self._set_aside(cache.drop())
 
-    async def release(self, cache: Cache) -> None:
-        """Free the generation of a cache whose engines have copies of their own."""
+    async def release(self, cache: Cache, *, by: int) -> None:
+        """Free the generation of a cache whose engines have copies of their own, the last one process `by`."""
         generation = cache.release()
         log.info(
             "released cache=%s generation=%d bytes=%d",
@@ -480,18 +545,18 @@ class Reconciler:
             generation.number,
             generation.nbytes,
         )
-        await self._set_aside(generation)
+        await self._set_aside(generation, by=by)
 
-    async def _set_aside(self, generation: Generation | None) -> None:
+    async def _set_aside(self, generation: Generation | None, *, by: int | None = None) -> None:
         self._caches.changed.fire()
         # Noted first: a daemon that dies in between finds both, and frees the rest. To the end,
         # also if the peer that asked for it leaves meanwhile.
-        await asyncio.shield(asyncio.create_task(self._note_and_retire(generation)))
+        await asyncio.shield(asyncio.create_task(self._note_and_retire(generation, by)))
 
-    async def _note_and_retire(self, generation: Generation | None) -> None:
+    async def _note_and_retire(self, generation: Generation | None, by: int | None) -> None:
         await self._note_aside()
         if generation is not None:
-            await self._retire(generation)
+            await self._retire(generation, by=by)
 
     async def _note_aside(self) -> None:
         """Have the manager keep which caches are to stay unloaded, if that has changed."""
@@ -502,13 +567,30 @@ class Reconciler:
             try:
                 await asyncio.to_thread(self._store.note_aside, aside)
             except StoreError as e:
-                log.warning("a restart will load again what was dropped error=%s", e)
+                log.warning("a restart will load dropped caches again error=%s", e)
             else:
                 self._noted = aside
 
-    async def _retire(self, generation: Generation) -> None:
-        generation.retire()
+    async def _retire(self, generation: Generation, *, by: int | None = None) -> None:
+        """Free its memory, at once, or once no engine relies on the device's memory but process `by`."""
+        self._snapshots.stop_writing(generation)
         self._matcher.forget(generation)
+        if pids := self._holds.pids(but=by):
+            log.info(
+                "freed once engines have measured memory cache=%s pids=%s", generation.cache, pids
+            )
+            task = asyncio.create_task(self._free_later(generation, by))
+            self._freeing.add(task)
+            task.add_done_callback(self._freeing.discard)
+        else:
+            await self._free(generation)
+
+    async def _free_later(self, generation: Generation, by: int | None) -> None:
+        await self._holds.none(but=by)
+        await self._free(generation)
+
+    async def _free(self, generation: Generation) -> None:
+        generation.retire()
         # The client may leave meanwhile; then the store would keep the memory for good.
         await asyncio.shield(asyncio.create_task(self._take_out(generation)))
         # Engines that sleep need it no more than we do; those that are awake keep it mapped.
@@ -522,6 +604,17 @@ class Reconciler:
             log.warning(
                 "stays in the store until the unit stops cache=%s error=%s", generation.cache, e
             )
+
+
+def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
+    """The checkpoint that a load of this entry reads, with its sample; None where that is not to be told before the
+    load, e.g. of a model that is downloaded first.
+    """
+    try:
+        return with_sample(record_checkpoint(**checkpoint_arguments(want.spec.engine, want.role)))
+    except (WeightcachedError, OSError, TypeError, ValueError) as e:
+        log.debug("no telling what is to be loaded cache=%s: %s", want.name, e)
+        return None
 
 
 def _served_number(cache: Cache) -> int:

@@ -1,8 +1,7 @@
-"""When to try again what failed for a reason that may pass: a driver that is not ready, a mount
-that is late, no room.
+"""When to try a load again that failed for a passing reason: driver not ready, late mount, no room.
 
-Inside the daemon, not by a restart of it: what is served stays served meanwhile, and the unit's few
-restarts are kept for crashes.
+The daemon tries again, without a restart: it goes on serving meanwhile, and the unit's few restarts
+are kept for crashes.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ LONGEST_S = 300.0
 
 
 class Retries:
-    """Pauses by cache. Each failure in a row doubles the cache's own, from `first_s` to
-    `longest_s`.
-    """
+    """Pauses by cache. Each failure in a row doubles them, from `first_s` to `longest_s`."""
 
     def __init__(self, *, first_s: float = FIRST_S, longest_s: float = LONGEST_S) -> None:
         self._first_s = first_s
@@ -44,12 +41,12 @@ class Retries:
         self._due_s.pop(name, None)
 
     def at(self, name: str) -> float | None:
-        """When it is tried again, in seconds since the epoch; None where it is not."""
+        """The time of the next attempt, in seconds since the epoch; None if there is none."""
         due_s = self._due_s.get(name)
         return None if due_s is None else time.time() + due_s - time.monotonic()
 
     def take_due(self) -> list[str]:
-        """What is to be tried now; each is waited for again only once it has failed again."""
+        """The caches to try now; each gets a new pause only once it has failed again."""
         due = [name for name, due_s in self._due_s.items() if due_s <= time.monotonic()]
         for name in due:
             del self._due_s[name]

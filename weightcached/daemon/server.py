@@ -29,10 +29,10 @@ from weightcached.wire.messages import (
     PROTOCOL_VERSION,
     Hello,
     Message,
-    Refused,
     Welcome,
     decode_reply,
     encode,
+    refusal,
 )
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Server:
             peer = identify(sock)
         except PeerRefusedError as e:
             log.warning("peer refused reason=%s", e)
-            self._refuse(sock, Ticket(self._queues, 0), Refused(code="peer", message=str(e)))
+            self._refuse(sock, Ticket(self._queues, 0), refusal("peer", str(e)))
             return
         ticket = Ticket(self._queues, peer.pid)
         if untrusted_fds.has_left(sock):
@@ -145,7 +145,7 @@ class Server:
                 "peer refused pid=%d reason=busy connections=%d", peer.pid, len(self._connections)
             )
             message = f"this daemon has {limit}: close some, then try again"
-            self._refuse(sock, ticket, Refused(code="busy", message=message))
+            self._refuse(sock, ticket, refusal("busy", message))
             return
         peer.follow(sock)
         session = self._open_session(sock, peer)
@@ -180,7 +180,7 @@ class Server:
         for task, connection in reversed(self._connections.items()):
             if (
                 connection.peer.pid == greediest
-                and not connection.session.holds_lease
+                and not connection.session.is_needed
                 and not task.cancelling()
             ):
                 log.warning("connection ended to make room pid=%d connections=%d", greediest, count)

@@ -18,6 +18,7 @@ from weightcached.daemon import packets, untrusted_fds
 from weightcached.daemon.caches import Cache, Caches, Generation
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.fairness import REQUEST_UNITS, Queues, Ticket
+from weightcached.daemon.holds import Hold, Holds
 from weightcached.daemon.leases import Lease, Leases
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Answer, Matcher, loading
@@ -38,6 +39,7 @@ from weightcached.wire.messages import (
     Failed,
     Fallback,
     Hello,
+    HoldLoads,
     Loading,
     Memory,
     Message,
@@ -60,6 +62,7 @@ from weightcached.wire.messages import (
     Welcome,
     decode_request,
     encode,
+    refusal,
 )
 
 log = logging.getLogger(__name__)
@@ -72,10 +75,12 @@ IDLE_TIMEOUT_S = 60.0
 # Loading and Progress are repeated at least this often.
 REPEAT_S = 1.0
 PROGRESS_S = 0.25
+# The load is over, but the old generation is still being freed.
+PUBLISHING = "publishing"
 _FILES_PER_UNIT = 256
 
 
-class Service(Protocol):
+class SessionHost(Protocol):
     """The parts of main.py's Daemon that sessions use."""
 
     device: str
@@ -83,11 +88,14 @@ class Service(Protocol):
     caches: Caches
     leases: Leases
     matcher: Matcher
+    holds: Holds
     tally: Tally
     queues: Queues
     reconciler: Reconciler
 
     def status(self) -> StatusReply: ...
+
+    def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]: ...
 
     def reload(
         self, *, force: bool, only: list[str], along: bool = False
@@ -101,7 +109,7 @@ class Session:
         self,
         sock: socket.socket,
         peer: Peer,
-        service: Service,
+        service: SessionHost,
         *,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
@@ -112,11 +120,13 @@ class Session:
         self._purpose = "ctl"
         self._leases: dict[Generation, Lease] = {}
         self._asking: set[asyncio.Task[None]] = set()
+        self._hold: Hold | None = None
         self._ticket = Ticket(service.queues, peer.pid)
 
     @property
-    def holds_lease(self) -> bool:
-        return bool(self._leases)
+    def is_needed(self) -> bool:
+        """Whether its end would matter to an engine that runs."""
+        return bool(self._leases) or self._hold is not None
 
     async def run(self) -> None:
         """Serve until the peer leaves.
@@ -132,6 +142,8 @@ class Session:
         finally:
             for lease in self._leases.values():
                 self._service.leases.end(lease)
+            if self._hold is not None:
+                self._service.holds.end(self._hold)
             await end_tasks(*self._asking)
 
     async def _hello(self) -> bool:
@@ -142,9 +154,9 @@ class Session:
             raise ProtocolError(f"the first message is {type(hello).__name__}, expected Hello")
         if hello.protocol != PROTOCOL_VERSION:
             await self._send(
-                Refused(
-                    code="protocol-version",
-                    message=f"the peer (weightcached {printable(hello.software, 100) or 'unknown'}) speaks protocol "
+                refusal(
+                    "protocol-version",
+                    f"the peer (weightcached {printable(hello.software, 100) or 'unknown'}) speaks protocol "
                     f"{hello.protocol}, this daemon ({__version__}) speaks {PROTOCOL_VERSION}: install the same "
                     "weightcached on both sides",
                 )
@@ -207,6 +219,8 @@ class Session:
                 await self._release()
             case Rejoin():
                 await self._rejoin(request)
+            case HoldLoads():
+                await self._hold_loads(request)
             case Parked():
                 await self._park(request)
             case Reload():
@@ -281,23 +295,41 @@ class Session:
         await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
 
     async def _release(self) -> None:
-        """End the leases; free each generation once its last holder has left or released it too."""
+        """End the leases; free each generation once its last holder has left or released it too.
+
+        Answers at once if there are other holders.
+        """
         service = self._service
         if not self._leases:
             await self._send(
-                Refused(
-                    code="no-lease", message="this connection holds no generation: attach first"
-                )
+                refusal("no-lease", "this connection holds no generation: attach first")
             )
             return
         for generation in list(self._leases):
             service.leases.end(self._leases.pop(generation))
-            await service.leases.none_on(generation)
-            cache = service.caches.get(generation.cache)
-            # Another engine's Release, a reload or a Drop may have been first.
-            if cache is not None and cache.generation is generation:
-                await service.reconciler.release(cache)
+            # The daemon's own from here on: others may hold it for days, and this engine may leave.
+            release = service.release(generation, by=self._peer.pid)
+            if not service.leases.on(generation):
+                await asyncio.wait({release})
         await self._send(Done())
+
+    async def _hold_loads(self, request: HoldLoads) -> None:
+        holds = self._service.holds
+        while True:
+            event = holds.changed.next()
+            if self._hold is None:
+                self._hold = holds.begin(self._peer.pid)
+            if self._hold is not None:
+                await self._send(Done())
+                return
+            if (cache := holds.loading) is not None:
+                load = cache.load
+                busy = loading(cache, load) if load else Loading(cache=cache.name, phase=PUBLISHING)
+                await self._send(busy)
+            if not request.wait:
+                return
+            await holds.changed.wait(event, timeout_s=REPEAT_S)
+            await self._ticket.turn(REQUEST_UNITS)
 
     async def _rejoin(self, request: Rejoin) -> None:
         cache = self._service.caches.get(request.cache)
@@ -311,7 +343,7 @@ class Session:
                 f"{printable(request.cache, 300)}: generation {request.generation} is not served any more, the daemon "
                 f"has {have} of it; the weights that the engine has mapped stay valid"
             )
-            await self._send(Refused(code="generation-gone", message=message))
+            await self._send(refusal("generation-gone", message))
             return
         self._begin_lease(generation)
         await self._send(Rejoined())
@@ -358,25 +390,25 @@ class Session:
         cache = service.caches.get(request.cache)
         if cache is None:
             name = printable(request.cache, 300)
-            refusal = Refused(
-                code="unknown-cache",
-                message=f"no cache {name!r} on {service.device}: it has {service.caches.names()}",
+            refused = refusal(
+                "unknown-cache",
+                f"no cache {name!r} on {service.device}: it has {service.caches.names()}",
             )
         elif cache.load is not None:
-            refusal = Refused(
-                code="loading",
-                message=f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
+            refused = refusal(
+                "loading",
+                f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
             )
         elif (
             not request.force
             and cache.generation is not None
-            # Those on an older generation keep what they map, whatever becomes of this one.
+            # Engines on an older generation keep it in any case.
             and (awake := service.leases.awake(cache.generation))
         ):
             pids = ", ".join(str(lease.pid) for lease in awake)
-            refusal = Refused(
-                code="in-use",
-                message=f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; weights "
+            refused = refusal(
+                "in-use",
+                f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; weights "
                 "that an engine has mapped stay valid",
             )
         else:
@@ -384,7 +416,7 @@ class Session:
             await service.reconciler.drop(cache)
             await self._send(Done())
             return
-        await self._send(refusal)
+        await self._send(refused)
 
     async def _verify(self, request: Verify) -> None:
         cache = self._service.caches.get(request.cache)

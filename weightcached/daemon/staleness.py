@@ -1,8 +1,8 @@
-"""Whether what is served is still what a load would make now: then `reload` keeps it.
+"""Whether a load would make the served generation again: then `reload` keeps it.
 
-Compared is all that an engine is refused for and that can be asked without vLLM: the versions that
-the model's interpreter has, the environment that the key holds, and the checkpoint, by its content
-where its status has changed. The manifest's entry is the reconciler's own question.
+Compares everything that engines are refused for and that needs no vLLM: the versions of the model's
+interpreter, the environment in the key, and the checkpoint, by its content if its status has
+changed. The reconciler compares the manifest's entry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -42,8 +42,10 @@ _VERSIONS_TIMEOUT_S = 60.0
 
 
 class Staleness:
-    """One look at everything; each interpreter is asked once. `full_digest` is that of a generation
-    as it was loaded, `digest_child` makes that of files as they are now.
+    """One look at everything; each interpreter is asked once.
+
+    full_digest: that of a generation as it was loaded; digest_child: makes that of the present
+    files.
     """
 
     def __init__(self, full_digest: FullDigest, digest_child: DigestChild) -> None:
@@ -52,10 +54,10 @@ class Staleness:
         self._versions: dict[str, Versions | None] = {}
 
     async def reason(self, generation: Generation, want: Wanted) -> str:
-        """Why the generation is not what a load would make now, or nothing."""
+        """Why a load would make another generation now, or ""."""
         return (
             await self._other_versions(generation, want.spec.python or sys.executable)
-            or _other_environment(generation)
+            or _other_environment(generation, want.spec.env)
             or await self._other_checkpoint(generation, want)
         )
 
@@ -63,7 +65,7 @@ class Staleness:
         if python not in self._versions:
             self._versions[python] = await installed_versions(python)
         then, now = generation.versions, self._versions[python]
-        # Where they cannot be asked for, a load would fail as well.
+        # If they cannot be asked for, a load would fail as well.
         return _difference(then, now) if then and now else ""
 
     async def _other_checkpoint(self, generation: Generation, want: Wanted) -> str:
@@ -96,9 +98,10 @@ class Staleness:
                 now = msgspec.structs.replace(now, full=await self._digest_child(now))
 
 
-def _other_environment(generation: Generation) -> str:
+def _other_environment(generation: Generation, env: Mapping[str, str]) -> str:
     names = generation.key.environment
-    now = {name: os.environ[name] for name in names if name in os.environ}
+    ours = os.environ | env
+    now = {name: ours[name] for name in names if name in ours}
     return _difference(generation.environment, now)
 
 
@@ -111,8 +114,8 @@ def _difference(then: dict[str, str], now: dict[str, str]) -> str:
 
 
 async def installed_versions(python: str) -> Versions | None:
-    """What weightcached.system.versions says in that interpreter; None where it says nothing."""
-    # -P: not the modules of whatever directory this is.
+    """The answer of weightcached.system.versions in that interpreter; None without one."""
+    # -P: no modules of the working directory.
     command = [python, "-P", "-m", "weightcached.system.versions"]
     with contextlib.suppress(OSError, TimeoutError, msgspec.DecodeError):
         async with (

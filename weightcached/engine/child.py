@@ -11,7 +11,6 @@ engine's is left, no other engine can serve.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import importlib
 import os
@@ -20,64 +19,20 @@ import sys
 import time
 import traceback
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import msgspec
 
 from weightcached.engine import control
 from weightcached.errors import EngineError
+from weightcached.wire.engine_job import Activity, Job, say_error
 
 PUBLIC_FD = 3
 CONTROL_FD = 4
 _FENCE_RETRY_S = 0.002
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine is started with. `directory` is its own, in the service's; `listen` is the
-    public address as the manifest has it. `parked`: another engine serves, so start without the
-    memory of a KV cache where that can be done. kv_cache_bytes: what an equal engine measured, 0
-    if unknown. `remembered` are facts of the last first start with the same arguments.
-    """
-
-    service: str
-    number: int
-    directory: str
-    host: str
-    port: int
-    path: str
-    arguments: dict[str, Any]
-    environment: dict[str, str] = {}
-    parked: bool = False
-    kv_cache_bytes: int = 0
-    devices: list[str] = []
-    remembered: dict[str, Any] = {}
-
-    @property
-    def fence(self) -> Path:
-        return Path(self.directory).parent / "fence"
-
-    @property
-    def private_socket(self) -> Path:
-        return Path(self.directory) / "http.sock"
-
-    @property
-    def control_socket(self) -> Path:
-        return Path(self.directory) / "control.sock"
-
-    @property
-    def error_file(self) -> Path:
-        return Path(self.directory) / "error"
-
-
-class Activity(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests since the engine's start, and those under way now."""
-
-    requests: int
-    active: int
-
-
-class Engine(Protocol):
+class AsyncEngine(Protocol):
     """What makes the engine offers. `facts` are for the supervisor's record."""
 
     @property
@@ -117,13 +72,13 @@ class Module(Protocol):
     def run(self, main: Any) -> None:
         """Run the coroutine to its end on the event loop that the engine wants."""
 
-    def start(self, job: Job, fence_fd: int) -> AbstractAsyncContextManager[Engine]: ...
+    def start(self, job: Job, fence_fd: int) -> AbstractAsyncContextManager[AsyncEngine]: ...
 
 
-class Child:
+class EngineChild:
     """Answers the supervisor."""
 
-    def __init__(self, engine: Engine, job: Job, fence_fd: int, public: socket.socket) -> None:
+    def __init__(self, engine: AsyncEngine, job: Job, fence_fd: int, public: socket.socket) -> None:
         self._engine = engine
         self._job = job
         self._fence_fd = fence_fd
@@ -192,10 +147,10 @@ class Child:
 async def _serve(job: Job, module: Module, public: socket.socket, control_fd: int) -> None:
     fence_fd = os.open(job.fence, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     async with module.start(job, fence_fd) as engine:
-        child = Child(engine, job, fence_fd, public)
+        child = EngineChild(engine, job, fence_fd, public)
         with socket.socket(fileno=control_fd) as sock:
             sock.setblocking(False)
-            server = control.Server(sock, child.handle)
+            server = control.ControlServer(sock, child.handle)
             await engine.ended()
             server.close()
 
@@ -213,13 +168,6 @@ def run(job: Job, module: Module, *, public_fd: int, control_fd: int) -> int:
         return 1
     say_error(job.error_file, RuntimeError("the engine ended by itself"))
     return 0
-
-
-def say_error(path: Path, error: BaseException) -> None:
-    """Keep the reason of the end for the supervisor. The first one said counts: it is the cause."""
-    text = str(error) if str(error) else type(error).__name__
-    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
-        file.write(text)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def listen(path: Path) -> socket.socket:
     return sock
 
 
-class Server:
+class ControlServer:
     """Answers requests on a listening socket, each in a task of its own: a long one holds up no
     question.
     """

@@ -11,19 +11,12 @@ import stat
 from pathlib import Path
 
 from weightcached.config.engines import Listen
-from weightcached.errors import EXIT_CONFIG, WeightcachedError
+from weightcached.errors import ListenError
 from weightcached.system.fds import OwnedFd
 
 STORE_NAME = "wc1.public"
 # The kernel cuts it to net.core.somaxconn, 4096 by default.
 BACKLOG = 4096
-
-
-class ListenError(WeightcachedError):
-    """The public address cannot be had. The operator frees it, or changes the manifest."""
-
-    code = "listen"
-    exit_status = EXIT_CONFIG
 
 
 def bind(where: Listen) -> socket.socket:

@@ -24,9 +24,10 @@ from typing import NoReturn, cast
 
 import msgspec
 
-from weightcached.engine.child import Job, Module, run
+from weightcached.engine.child import Module, run
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import OwnedFd, close_all
+from weightcached.wire.engine_job import Job
 from weightcached.wire.framing import recv_packet, send_packet
 
 SOCKET_FD = 3

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.config.engines import EngineSpec, Listen
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.manifest import ALL, ModelSpec
-from weightcached.engine.child import Job
 from weightcached.system.paths import is_host_device
 from weightcached.system.process import environment_for
+from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ _REMEMBERED = ("kv_cache_bytes", "free_bytes", "vllm", "torch")
 
 
 @dataclass
-class Plan:
+class StartPlan:
     """One version of a service. `kv_cache_bytes` is what an engine of it has measured, 0 before
     one has.
     """
@@ -48,6 +49,8 @@ class Plan:
             port=self.listen.port,
             path=self.listen.path,
             arguments=self.arguments,
+            # Of an executed engine's every line; a forked one has it from its server.
+            environment={"VLLM_LOGGING_PREFIX": f"{self.service}/{number} "},
             parked=parked,
             kv_cache_bytes=self.kv_cache_bytes,
             devices=self.devices,
@@ -86,21 +89,21 @@ def _remembered(service: str, digest: str) -> dict[str, Any]:
         return {}
 
 
-def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> Plan:
+def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> StartPlan:
     """The plan for the manifest's entries as they are."""
     arguments = spec.merged(model)
-    if socket_dir is not None and arguments["load_format"] in ("ipc_cache", "weightcached"):
+    if socket_dir is not None and arguments["load_format"] in OWN_LOAD_FORMATS:
         options = dict(arguments.get("model_loader_extra_config") or {})
         if "socket_path" not in options:
             options.setdefault("socket_dir", str(socket_dir))
         arguments["model_loader_extra_config"] = options
     python = model.python or sys.executable
-    environment = environment_for(python)
+    environment = environment_for(python, model.env)
     devices = [device for device in model.devices if device != ALL]
     if devices and not is_host_device(devices[0]):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     digest = spec.digest(model)
-    return Plan(
+    return StartPlan(
         service=spec.name,
         digest=digest,
         python=python,

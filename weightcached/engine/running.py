@@ -21,11 +21,12 @@ from typing import Any
 import msgspec
 
 from weightcached.engine import tree
-from weightcached.engine.child import Activity, Job
 from weightcached.engine.control import Link
 from weightcached.engine.tree import Tree, stat_of
 from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
+from weightcached.wire.engine_job import Activity, Job
+from weightcached.wire.resident import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,6 @@ class Record(msgspec.Struct, kw_only=True):
     arguments: dict[str, Any] = {}
     serving_since: float = 0.0
     facts: dict[str, Any] = {}
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def read_record(directory: Path) -> Record | None:

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from weightcached.engine.child import CONTROL_FD, PUBLIC_FD, Job
+from weightcached.engine.child import CONTROL_FD, PUBLIC_FD
 from weightcached.engine.nursery import SOCKET_FD, Answer
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import sealed_memfd
 from weightcached.system.waits import readable
+from weightcached.wire.engine_job import Job
 from weightcached.wire.framing import recv_packet, send_packet
 
 log = logging.getLogger(__name__)

@@ -27,19 +27,17 @@ from typing import Any
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.engine import control, endpoint, manager, running
-from weightcached.engine.child import Job
-from weightcached.engine.plan import Plan, make_plan
+from weightcached.engine.plan import StartPlan, make_plan
 from weightcached.engine.running import Record, Running
 from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
-from weightcached.engine.tree import TreeError, become_subreaper
-from weightcached.engine.turns import Turns
+from weightcached.engine.tree import TreeError
+from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import (
-    EXIT_BUSY,
     EXIT_FAILURE,
     EngineError,
     RuntimePathError,
-    WeightcachedError,
+    ServiceBusyError,
 )
 from weightcached.system.notify import inherited, watchdog_period_s
 from weightcached.system.paths import (
@@ -48,7 +46,9 @@ from weightcached.system.paths import (
     manifest_path,
     runtime_dir,
 )
+from weightcached.system.process import become_subreaper
 from weightcached.system.waits import end_tasks
+from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ START_TIMEOUT_S = 3600.0
 # Waking maps memory; the fence is free once the last process of the engine before is gone.
 PROMOTE_TIMEOUT_S = 60.0
 FENCE_TIMEOUT_S = 30.0
+PROMOTE_ATTEMPTS = 3
+PROMOTE_PAUSE_S = 1.0
 SLEEP_TIMEOUT_S = 60.0
 # Another service's requests end within its own drain_s, which only it knows.
 LONGEST_DRAIN_S = 3600.0
@@ -68,13 +70,6 @@ MAX_FIRST_FAILURES = 3
 _EXTEND_PERIOD_S = 10.0
 _EXTEND_S = 60
 _LOST_TIMEOUT_S = 5.0
-
-
-class ServiceBusyError(WeightcachedError):
-    """Another supervisor keeps this service."""
-
-    code = "service-busy"
-    exit_status = EXIT_BUSY
 
 
 @dataclass(frozen=True)
@@ -147,11 +142,11 @@ class Supervisor:
         self.spec = spec
         self.service = Service(standby=spec.standby)
         self._options = options
-        self._directory = directory
         # As /proc names it.
-        self._fence = directory.resolve() / "fence"
-        self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
-        self._turns = Turns(
+        self._directory = directory.resolve()
+        self._fence = self._directory / "fence"
+        self._plans: dict[int, StartPlan] = {1: make_plan(spec, model, options.socket_dir)}
+        self._turns = DeviceTurns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
         )
         # Whether this service's share of its devices is its own until it sleeps.
@@ -185,7 +180,9 @@ class Supervisor:
         stored = dict(inherited(os.environ))
         await self._take_back()
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
-        server = control.Server(control.listen(self._directory / "service.sock"), self._handle)
+        server = control.ControlServer(
+            control.listen(self._directory / "service.sock"), self._handle
+        )
         self._keep(self._feed_watchdog())
         self._keep(self._extend_start())
         self._begun = True
@@ -382,7 +379,7 @@ class Supervisor:
             self._spawned.pop(engine.number, None)
 
     async def _start_alone(
-        self, engine: Engine, plan: Plan, over: asyncio.Event, *, parked: bool
+        self, engine: Engine, plan: StartPlan, over: asyncio.Event, *, parked: bool
     ) -> None:
         try:
             record = await self._spawn(engine, plan, parked=parked)
@@ -397,7 +394,7 @@ class Supervisor:
         if engine.phase is not Phase.ENDING:
             await self._until_ready(engine.number)
 
-    async def _spawn(self, engine: Engine, plan: Plan, *, parked: bool) -> Record:
+    async def _spawn(self, engine: Engine, plan: StartPlan, *, parked: bool) -> Record:
         directory = self._directory / str(engine.number)
         running.remove_directory(directory)
         directory.mkdir(mode=0o700)
@@ -421,7 +418,7 @@ class Supervisor:
         )  # fmt: skip
         return running.record_of(job, plan.digest, pid)
 
-    async def _fork(self, job: Job, plan: Plan, control_fd: int) -> int | None:
+    async def _fork(self, job: Job, plan: StartPlan, control_fd: int) -> int | None:
         if self._nursery is None:
             self._nursery = Nursery(plan.python, self._options.module, plan.environment)
         refusal = await self._nursery.refusal()
@@ -503,14 +500,33 @@ class Supervisor:
 
     async def _take_endpoint(self, number: int) -> dict[str, Any]:
         """Have the engine wake and accept. Raises EngineError."""
-        engine = self._running[number]
         if self._has_share:
-            return await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+            return await self._ask_to_serve(number)
         async with self._turns.held():
             await self._turns.make_room(timeout_s=LONGEST_DRAIN_S)
-            took = await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+            took = await self._ask_to_serve(number)
             self._has_share = True
         return took
+
+    async def _ask_to_serve(self, number: int) -> dict[str, Any]:
+        """An engine that cannot wake for want of memory sleeps on, and may be asked again: what
+        somebody else freed comes back a little later.
+        """
+        for attempt in range(PROMOTE_ATTEMPTS):
+            if number not in self._running:
+                raise EngineError("it has ended")
+            try:
+                return await self._running[number].ask(
+                    "promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S
+                )
+            except EngineError as e:
+                engine = self.service.engines.get(number)
+                alive = engine is not None and engine.phase is Phase.PROMOTING
+                if e.timed_out or not alive or attempt + 1 == PROMOTE_ATTEMPTS:
+                    raise
+                log.warning("engine=%d cannot take over yet: %s", number, e)
+                await asyncio.sleep(PROMOTE_PAUSE_S)
+        raise AssertionError("not reached")
 
     async def _drain(self, engine: Engine) -> None:
         number, drain_s = engine.number, self.spec.drain_s
@@ -727,7 +743,7 @@ class Supervisor:
         self.spec, self.service.standby = spec, spec.standby
         version = self.service.restart()
         self._plans[version] = make_plan(spec, model, self._options.socket_dir)
-        self._turns = Turns(spec, model, load_manifest(path), self._directory.parents[1])
+        self._turns = DeviceTurns(spec, model, load_manifest(path), self._directory.parents[1])
         log.info("service=%s restarting version=%d", spec.name, version)
         self._drop_nursery()
         self._step()

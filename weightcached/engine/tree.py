@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -19,8 +18,8 @@ from typing import NamedTuple
 
 from weightcached.system import waits
 from weightcached.system.fds import OwnedFd
+from weightcached.system.process import holds_file
 
-_PR_SET_CHILD_SUBREAPER = 36
 _KILL_TIMEOUT_S = 30.0
 # It unlinks the shared memory of the processes that it served, once all of them are gone.
 _TRACKER = b"multiprocessing.resource_tracker"
@@ -37,13 +36,6 @@ class Stat(NamedTuple):
     session: int
     start: int
     state: str
-
-
-def become_subreaper() -> None:
-    """Orphans among this process's descendants become its children. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def stat_of(pid: int, *, dead_too: bool = False) -> Stat | None:
@@ -65,23 +57,6 @@ def all_processes() -> list[Stat]:
     """Every process of the machine that this user may look at."""
     found = (stat_of(int(name)) for name in os.listdir("/proc") if name.isdecimal())
     return [stat for stat in found if stat is not None]
-
-
-def holds_file(pid: int, path: Path) -> bool:
-    """Whether the process has `path` open: of an engine's processes, those that hold its fence are
-    the engine; a compiler that it runs is not.
-    """
-    wanted = os.fspath(path)
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as fds:
-            for fd in fds:
-                # The name alone: to look at the file itself could hang, where its file system does.
-                with contextlib.suppress(OSError):
-                    if os.readlink(fd.path) == wanted:
-                        return True
-    except OSError:
-        pass
-    return False
 
 
 class Tree:

@@ -54,7 +54,7 @@ class Neighbour:
     used_s: float
 
 
-class Turns:
+class DeviceTurns:
     """The turn of one service's devices."""
 
     def __init__(

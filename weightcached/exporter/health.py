@@ -62,10 +62,9 @@ class Node:
         faults: list[str] = []
         ready = 0
         for device in devices:
-            found = list(_faults(manifest, device, replies[device]))
-            ready += len(wanted_caches(manifest, device)) - len(found)
-            faults += found
-        return Health(max(ready, 0), faults)
+            faults += _faults(manifest, device, replies[device])
+            ready += _ready(manifest, device, replies[device])
+        return Health(ready, faults)
 
     def ask(self, devices: list[str]) -> dict[str, StatusReply | WeightcachedError]:
         """The answer of each daemon; all are asked at the same time."""
@@ -130,10 +129,17 @@ def _faults(
             yield f"{device} {want.name}: {' '.join(reason.split())}"
 
 
+def _ready(manifest: Manifest, device: str, reply: StatusReply | WeightcachedError) -> int:
+    caches = [] if isinstance(reply, WeightcachedError) else reply.caches
+    ready = {cache.name for cache in caches if cache.state == "ready"}
+    return sum(want.name in ready for want in wanted_caches(manifest, device))
+
+
 def _fault(cache: CacheStatus | None) -> str:
     if cache is None:
         return "the daemon does not know it: weightcachectl reload"
-    if cache.state == "ready":
+    # Somebody asked for its release: an engine that has a copy, or a `drop`.
+    if cache.state in ("ready", "released"):
         return ""
     detail = cache.error or progress_text(cache)
     return f"{cache.state}: {detail}" if detail else cache.state

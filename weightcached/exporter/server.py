@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import sdnotify
 
-from weightcached.errors import WeightcachedError
+from weightcached.errors import ExporterError
 from weightcached.exporter.health import Node
 
 log = logging.getLogger(__name__)
@@ -19,12 +19,6 @@ log = logging.getLogger(__name__)
 # A client that sends no request within this time is dropped.
 _REQUEST_TIMEOUT_S = 10.0
 _TEXT = "text/plain; charset=utf-8"
-
-
-class ExporterError(WeightcachedError):
-    """The endpoint cannot listen there. The operator chooses another address or port."""
-
-    code = "exporter"
 
 
 class _Handler(BaseHTTPRequestHandler):

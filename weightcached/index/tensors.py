@@ -108,9 +108,8 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     model as built on the meta device, so that an engine whose layers differ in any name, shape,
     type or kernel class is refused. `leftovers` are the tensors that such a model has and the
     loaded one has not, found once by the proof; with None an engine looks for them itself.
-    `versions` are those of the interpreter's distributions and `environment` the variables of the
-    key's environment that were set: what the key was made from, and can be asked again without
-    vLLM.
+    `versions` of the interpreter's distributions, and `environment`, the set variables of the key's
+    environment, are inputs of the key that need no vLLM.
     """
 
     software: str
@@ -201,9 +200,9 @@ def decode(data: bytes) -> TensorIndex:
 
 
 def read_index(fd: OwnedFd) -> tuple[TensorIndex, str]:
-    """The index in a sealed memfd, and its digest. The descriptor stays the caller's.
+    """The index in a sealed memfd, and its digest. The caller keeps the descriptor.
 
-    Raises IndexFormatError, also for a descriptor that is no such memfd.
+    Raises IndexFormatError, also for another kind of descriptor.
     """
     try:
         data = read_sealed(fd.fileno(), max_nbytes=MAX_INDEX_BYTES)

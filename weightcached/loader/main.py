@@ -221,7 +221,7 @@ def _load(
 
 
 def _key_before(job: LoaderJob, vllm_config: Any, model_config: Any) -> WeightCacheKey:
-    """The key, with the record of what an engine would choose now, which is there to be read."""
+    """The key, with the record of the files that an engine would choose now, all of which exist."""
     from weightcached.checkpoint.identity import with_sample
     from weightcached.vllm_compat.fetch import fetch
     from weightcached.vllm_compat.key import build_key
@@ -237,7 +237,7 @@ def _key_before(job: LoaderJob, vllm_config: Any, model_config: Any) -> WeightCa
 
 
 def _still_as_read(job: LoaderJob, read: CheckpointIdentity) -> CheckpointIdentity:
-    """The record of what was read, with its sample. Raises LoadError if a file is another by now."""
+    """The record of the files read, with its sample. Raises LoadError if one has changed."""
     from weightcached.checkpoint.identity import changed_files, with_sample
 
     if changed := changed_files(read):
@@ -293,9 +293,9 @@ def _check_memory(
 
 
 def _why_no_room(backend: Backend, device: str, total: int) -> str:
-    """What limits the memory or holds it, and what to do."""
+    """The limit or the holders of the memory, and a remedy."""
     if backend.name == "host" and (room := memory_room()) and room.limit == total:
-        return f"the limit is {room.file}: raise MemoryMax= of the unit or of what it runs in, or use another device"
+        return f"the limit is {room.file}: raise MemoryMax= of the unit or of its slice, or use another device"
     held = (
         [f"pid {h.pid} ({h.name}) {bytes_text(h.nbytes)}" for h in holders(device)]
         if backend.name == "cuda"

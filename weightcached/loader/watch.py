@@ -29,8 +29,8 @@ from weightcached.errors import LoadError
 
 # vLLM's load formats that read with Python, torch or safetensors alone.
 SEEN_FORMATS = ("auto", "hf", "safetensors", "mistral", "pt", "npcache", "sharded_state")
-# Below the checkpoint's root everything counts. Elsewhere a load opens its own libraries, caches and
-# settings as well: there only what is called as weights are.
+# Below the checkpoint's root everything counts. Elsewhere a load also opens libraries, caches and
+# settings: there only files with names of weights count.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npy", ".npz")
 _SETTLE_POLL_S = 0.001
 _SETTLE_POLLS = 100
@@ -39,8 +39,8 @@ _SETTLE_POLLS = 100
 class Watch:
     """The files opened for reading during the block, with their status at the first time.
 
-    `recorded` is what an engine would choose. Python has no way to take an audit hook back: one
-    watch a process.
+    recorded: the files that an engine would choose. Python cannot remove an audit hook: one watch
+    per process.
     """
 
     def __init__(self, recorded: CheckpointIdentity) -> None:
@@ -87,7 +87,7 @@ class Watch:
         return next((path[len(root) :] for root in self._roots if path.startswith(root)), "")
 
     def _name(self, path: str) -> str:
-        """What a file is called in the record; empty for one that does not count."""
+        """A file's name in the record; "" if it does not count."""
         if name := self._below_root(path):
             return name
         with suppress(OSError):
@@ -98,11 +98,10 @@ class Watch:
         return path if path.endswith(_WEIGHT_SUFFIXES) else ""
 
     def read(self, load_format: str) -> CheckpointIdentity:
-        """The record of what was read: of what was chosen without the rest, and with what was read
-        beside it. Without digests, if that is another list.
+        """The record of the files read: chosen ones that were read, and others.
 
-        Raises LoadError where nothing that was chosen was read, CheckpointError for more, or longer
-        names, than can be compared.
+        Without digests, if the list differs. Raises LoadError if no chosen file was read,
+        CheckpointError for too many files or too long names.
         """
         recorded, opened = self._recorded, set(self._opened)
         if load_format not in SEEN_FORMATS:

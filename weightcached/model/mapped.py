@@ -1,8 +1,8 @@
-"""The models whose weights this process maps, and what may happen to a mapping after the load.
+"""The models whose weights this process maps, and the changes of a mapping after the load.
 
 While its engine sleeps a model may be unmapped, if the daemon needs the room, and is mapped again
-at the same addresses before the engine wakes. A newer generation may take the place of the mapped
-one in the same way, where all but the bytes of the weights is equal.
+at the same addresses before the engine wakes. A newer generation may replace the mapped one in the
+same way, if all but the bytes of the weights is equal.
 
       AWAKE ──park()──► PARKED ──unmap()──► UNMAPPED
         ▲                  │                    │
@@ -31,7 +31,7 @@ from weightcached.wire.messages import Ready
 log = logging.getLogger("vllm.weightcached")
 
 
-class Attachment(Protocol):
+class MappedAttachment(Protocol):
     """As client.Attachment."""
 
     @property
@@ -44,7 +44,7 @@ class Attachment(Protocol):
     def close(self) -> None: ...
 
 
-class Lease(Protocol):
+class HeldLease(Protocol):
     """As client.LeaseKeeper."""
 
     def park(self, parked: bool) -> None: ...
@@ -60,20 +60,19 @@ class State(Enum):
 
 
 class MappedModel:
-    """One model's mapping. `mapping` is None where none can be changed, as in host memory.
-
-    `attach` gets the generation that is newest now, waiting as a load does; `lease` keeps one, and
-    its second argument is what to do when the daemon asks to unmap.
+    """One model's mapping. mapping: None if it cannot be changed, as in host memory; attach: gets
+    the newest generation, waiting as a load does; lease: keeps one; its second argument is called
+    when the daemon asks to unmap.
     """
 
     def __init__(
         self,
-        attachment: Attachment,
+        attachment: MappedAttachment,
         mapping: CudaMapping | None,
         storages: Storages,
         *,
-        attach: Callable[[], Attachment],
-        lease: Callable[[Attachment, Callable[[], bool]], Lease],
+        attach: Callable[[], MappedAttachment],
+        lease: Callable[[MappedAttachment, Callable[[], bool]], HeldLease],
     ) -> None:
         self.ready = attachment.ready
         self.state = State.AWAKE
@@ -120,17 +119,17 @@ class MappedModel:
             return True
 
     def prepare_wake(self) -> None:
-        """Have the weights mapped. Asks nobody where they are; attaches again where they are not.
+        """Have the weights mapped. Attaches again only if they are not.
 
-        Raises the reason as a load does, and CacheConfigMismatchError where the newest generation
-        cannot take the place of the old one. It can be tried again.
+        Raises the reason as a load does, and CacheConfigMismatchError if the newest generation
+        cannot replace the old one. May be tried again.
         """
         with self._lock:
             if self.state is State.PARKED:
                 self.state = State.WAKING
             if self.state is not State.UNMAPPED:
                 return
-        # Nobody unmaps what is unmapped already: no lock while the daemon is waited for.
+        # An unmapped mapping cannot be unmapped again: no lock while waiting for the daemon.
         self._replace(self._attach())
         self.state = State.WAKING
 
@@ -143,8 +142,9 @@ class MappedModel:
                 self._lease.park(True)
 
     def wake(self) -> None:
-        """After prepare_wake(), once the process has its own memory back: what it copies of the
-        weights is copied anew if they were unmapped meanwhile.
+        """After prepare_wake(), once the process has its own memory back.
+
+        Refreshes the process's private copies if the weights were unmapped meanwhile.
         """
         self._refresh()
         with self._lock:
@@ -152,9 +152,10 @@ class MappedModel:
                 self.state = State.AWAKE
                 self._lease.park(False)
 
-    def prepare_newest(self) -> Attachment | None:
-        """The newest generation, if it is another than the mapped one, for take(). The caller
-        closes it. Raises the reason why there is none, and CacheConfigMismatchError.
+    def prepare_newest(self) -> MappedAttachment | None:
+        """The newest generation for take(), if it is not the mapped one. The caller closes it.
+
+        Raises the reason why there is none, and CacheConfigMismatchError.
         """
         attachment = self._attach()
         try:
@@ -167,7 +168,7 @@ class MappedModel:
             raise
         return attachment
 
-    def take(self, attachment: Attachment) -> None:
+    def take(self, attachment: MappedAttachment) -> None:
         """Map another generation in place of this one. Raises SegmentError."""
         self._replace(attachment)
         self._refresh()
@@ -177,20 +178,20 @@ class MappedModel:
         self._lease.close()
         self._mapping = self._storages = None
 
-    def _check(self, attachment: Attachment) -> None:
+    def _check(self, attachment: MappedAttachment) -> None:
         if difference := layout_difference(self._index, attachment.tensor_index):
             raise CacheConfigMismatchError(
                 f"generation {attachment.ready.generation} of {self.cache} cannot take the place of generation "
                 f"{self.ready.generation} in a running engine: {difference}; restart the engine"
             )
 
-    def _replace(self, attachment: Attachment) -> None:
+    def _replace(self, attachment: MappedAttachment) -> None:
         try:
             self._check(attachment)
             if self._mapping is None:
                 raise CacheConfigMismatchError(
-                    f"what is mapped of {self.cache} is in host memory, where a running engine cannot take another "
-                    "generation; restart the engine"
+                    f"the mapped weights of {self.cache} are in host memory, where a running engine cannot take "
+                    "another generation; restart the engine"
                 )
             self._mapping.map_again(attachment.fds)
         except BaseException:
@@ -218,14 +219,14 @@ _models: WeakKeyDictionary[nn.Module, MappedModel] = WeakKeyDictionary()
 
 
 def keep(model: nn.Module, mapped: MappedModel) -> None:
-    """Remember what a model maps, for as long as it lives."""
+    """Remember a model's mapping as long as the model lives."""
     _models[model] = mapped
     # With the model: an engine that is shut down while its process lives on maps nothing any more.
     weakref.finalize(model, mapped.close).atexit = False
 
 
 def of(model: object) -> MappedModel | None:
-    """What this model maps; None for one that has its weights for itself."""
+    """This model's mapping; None if its weights are private."""
     return _models.get(model) if isinstance(model, nn.Module) else None
 
 

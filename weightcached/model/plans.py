@@ -112,9 +112,7 @@ class Plans:
         self.values = {}
 
     def _keys_at(self, path: str) -> list[tuple[str, str]]:
-        """The hooks of the nearest module at or above a path. The model's own hook has only the
-        root.
-        """
+        """The hooks of the nearest module at or above a path; the model's own hook has the root."""
         module = path
         while module and module not in self._modules:
             cut = max(module.rfind("."), module.rfind("["))

@@ -33,9 +33,8 @@ from weightcached.config.ranks import layout_of, needs
 from weightcached.errors import (
     EXIT_CONFIG,
     EXIT_FAILURE,
-    EXIT_USAGE,
     DeviceError,
-    WeightcachedError,
+    PreloadError,
 )
 from weightcached.preload.notify_server import NotifyServer
 from weightcached.preload.spawn import Process, spawn
@@ -53,13 +52,6 @@ MAX_DEATHS = 10
 DEATHS_WINDOW_S = 1800.0
 RESTART_S = 0.2
 _DEFAULT_MASTER_PORT = 29501
-
-
-class PreloadError(WeightcachedError):
-    """The command line cannot be carried out. The user changes it."""
-
-    code = "preload"
-    exit_status = EXIT_USAGE
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Process:
         self.status: int | None = None
 
     async def wait(self) -> int:
-        """The exit status, negative for a signal. For one waiter."""
+        """The exit status, negative for a signal. Only one task may wait."""
         if self.status is None:
             await readable(self._pidfd.fileno())
             _, status = os.waitpid(self.pid, 0)

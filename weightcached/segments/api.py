@@ -23,15 +23,11 @@ class WritableSegment(Protocol):
     nbytes: int
 
     def tensor(self) -> torch.Tensor:
-        """uint8, shape (nbytes,), on the backend's device. Drop all tensors over it before
-        publish().
-        """
+        """uint8, shape (nbytes,), on the backend's device. Drop its tensors before publish()."""
         ...
 
     def write(self, offset_bytes: int, data: memoryview) -> None:
-        """Copy bytes from host memory into the segment, without torch, and wait until they are
-        there. Raises SegmentError.
-        """
+        """Copy bytes from host memory into the segment, without torch; blocks. Raises SegmentError."""
         ...
 
     def publish(self) -> OwnedFd:

@@ -1,9 +1,9 @@
 """A snapshot: the tensor index and the segments of one generation, as files.
 
-    <snapshots>/                            0700, the user's; see default_directory()
+    <snapshots>/                            0700, the user's; see config/snapshots.py
         <DEVICE>/
             <model>.<role>/
-                <digest of the index>/      renamed into place once it is complete and synced
+                <name_of() the index>/      renamed into place once it is complete and synced
                     header                  WCSN, see SnapshotHeader
                     index                   WCIX, the tensor index as it was served
                     data                    the segments, one behind the other
@@ -16,9 +16,9 @@
             38      …      msgpack of SnapshotHeader
 
 Every byte is under a digest: the header's own, the index's own, and one xxh3-128 for each chunk of
-the data. They guard against torn writes and failing disks, not against a forger: whoever may write
-to this directory could as well replace the weights themselves. So nothing is read from a directory
-or file that another user owns or may write to.
+the data. They guard against torn writes and failing disks, not against a forger, who could replace
+the weights themselves in this directory. So nothing is read from a directory or file that another
+user owns or may write to.
 """
 
 from __future__ import annotations
@@ -35,10 +35,18 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from weightcached.errors import IndexFormatError, SnapshotError
-from weightcached.index.tensors import MAX_INDEX_BYTES, TensorIndex, decode, digest_of
+from weightcached.index.tensors import (
+    MAX_INDEX_BYTES,
+    LoadReport,
+    TensorIndex,
+    decode,
+    digest_of,
+    encode,
+)
 from weightcached.system.fds import OwnedFd
 
 FORMAT_VERSION = 1
@@ -55,9 +63,9 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_NBYTES, max_length=DIGEST_NBYTE
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the data is. `segments` are sizes in bytes; `chunks` the xxh3-128 digests, big-endian.
+    """The layout of the data. segments: sizes in bytes; chunks: xxh3-128 digests, big-endian.
 
-    A chunk has `chunk_nbytes` bytes, or what is left of its segment: none spans two segments.
+    A chunk has `chunk_nbytes` bytes, or the rest of its segment: none spans two segments.
     """
 
     software: str
@@ -111,6 +119,29 @@ class Snapshot:
             strict=True,
         )
 
+    def read(self, chunk: Chunk, digest: bytes, window: memoryview) -> None:
+        """Fill the window, of the chunk's size, and check the digest. Raises SnapshotError."""
+        data, got = self.path / "data", 0
+        while got < chunk.nbytes:
+            try:
+                read = os.preadv(self.data.fileno(), [window[got:]], chunk.position + got)
+            except OSError as e:
+                raise SnapshotError(f"cannot read {data}: {e.strerror}") from e
+            if not read:
+                raise SnapshotError(f"{data} became shorter while it was read")
+            got += read
+        if xxhash.xxh3_128_digest(window) != digest:
+            raise SnapshotError(
+                f"{data}: the {chunk.nbytes} bytes at {chunk.position} do not have the digest in the "
+                "header: the file was changed, or the disk fails; 'weightcachectl snapshot rm' removes it"
+            )
+
+    def verify(self) -> None:
+        """Read every chunk. Raises SnapshotError for the first that is wrong."""
+        window = memoryview(bytearray(self.header.chunk_nbytes))
+        for chunk, digest in self.chunks():
+            self.read(chunk, digest, window[: chunk.nbytes])
+
     def close(self) -> None:
         self.data.close()
 
@@ -121,22 +152,20 @@ class Snapshot:
         self.close()
 
 
-def default_directory() -> Path:
-    """$XDG_CACHE_HOME/weightcached/snapshots, else ~/.cache/weightcached/snapshots. Raises
-    SnapshotError without either.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):
-        raise SnapshotError(
-            "no directory for snapshots: neither XDG_CACHE_HOME nor HOME names one; "
-            "set snapshots: {dir: …} in the manifest"
-        )
-    return Path(base, "weightcached", "snapshots")
-
-
 def cache_directory(root: Path, device: str, cache: str) -> Path:
-    """Where the snapshots of one cache are. A model's name has no slash, so names do not meet."""
+    """The directory of one cache's snapshots. A model's name has no slash, so names do not collide."""
     return root / device / cache.replace("/", ".")
+
+
+def name_of(index: TensorIndex) -> str:
+    """The name of a generation's snapshot: 16 hex digits.
+
+    A restored generation, with another number and of another boot, has the same name.
+    """
+    lasting = msgspec.structs.replace(
+        index, driver="", boot_id="", generation=0, load=LoadReport(seconds=0.0, finished_at=0.0)
+    )
+    return digest_of(encode(lasting))[:16]
 
 
 def chunks_of(segments: list[int], chunk_nbytes: int) -> Iterator[Chunk]:
@@ -156,7 +185,7 @@ def encode_header(header: SnapshotHeader) -> bytes:
 
 
 def decode_header(data: bytes) -> SnapshotHeader:
-    """Check and decode a header. Raises SnapshotError that says what is wrong with it."""
+    """Check and decode a header. Raises SnapshotError with the reason."""
     if len(data) < _PREFIX.size:
         raise SnapshotError(f"its header has {len(data)} bytes, fewer than {_PREFIX.size}")
     magic, version, digest = _PREFIX.unpack_from(data)
@@ -206,7 +235,7 @@ def open_snapshot(path: Path) -> Snapshot:
 
 
 def list_snapshots(root: Path, device: str, cache: str) -> list[Path]:
-    """The complete snapshots of a cache, newest first; empty where the directory cannot be read."""
+    """The complete snapshots of a cache, newest first; empty if the directory cannot be read."""
     found: list[tuple[float, Path]] = []
     with suppress(OSError), os.scandir(cache_directory(root, device, cache)) as entries:
         for entry in entries:
@@ -216,10 +245,16 @@ def list_snapshots(root: Path, device: str, cache: str) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def all_snapshots(root: Path) -> list[tuple[str, str, Path]]:
+    """(device, directory of the cache, path) of every complete snapshot."""
+    return [
+        (data.parts[-4], data.parts[-3], data.parent)
+        for data in sorted(root.glob("*/*/[0-9a-f]*/data"))
+    ]
+
+
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user may enter, or check one that is there. Raises
-    SnapshotError.
-    """
+    """Make a directory for this user alone, or check an existing one. Raises SnapshotError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
@@ -228,7 +263,7 @@ def make_private(directory: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> int:
-    """Remove what writers that died have left in a cache's directory. Returns how many."""
+    """Remove the remains of dead writers in a cache's directory. Returns their number."""
     removed = 0
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

@@ -16,9 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
-import xxhash
 
-from weightcached.errors import SnapshotError
 from weightcached.segments.api import Backend, Staging, WritableSegment, open_backend
 from weightcached.snapshot.files import Chunk, Snapshot, open_snapshot
 from weightcached.system.fds import OwnedFd, close_all
@@ -26,8 +24,8 @@ from weightcached.wire.delivery import DaemonChannel, run_job
 from weightcached.wire.loader_job import LoaderJob
 from weightcached.wire.messages import LoaderKey
 
-# Twelve readers reached what the page cache and the bus give (bench/README.md); each holds a
-# chunk's worth of page-locked memory on a GPU.
+# Twelve readers reached the speed of page cache and bus (bench/README.md); on a GPU each holds a
+# chunk of page-locked memory.
 _MOST_READERS = 12
 
 
@@ -85,12 +83,7 @@ def _fill(
             local.staging = backend.staging(snapshot.header.chunk_nbytes)
             held.append(local.staging)
         with local.staging.view()[: chunk.nbytes] as window:
-            _read_chunk(snapshot, chunk, window)
-            if xxhash.xxh3_128_digest(window) != digest:
-                raise SnapshotError(
-                    f"{snapshot.path / 'data'}: the {chunk.nbytes} bytes at {chunk.position} do not "
-                    "have the digest in the header: the file was changed or the disk fails"
-                )
+            snapshot.read(chunk, digest, window)
             # Not in the background: from page-locked memory the copy takes a tenth of the time of
             # the read, and a second window would take longer to lock than it could save.
             segments[chunk.segment].write(chunk.offset_bytes, window)
@@ -108,18 +101,6 @@ def _fill(
         pool.shutdown(cancel_futures=True)
         for staging in held:
             staging.close()
-
-
-def _read_chunk(snapshot: Snapshot, chunk: Chunk, window: memoryview) -> None:
-    got = 0
-    while got < chunk.nbytes:
-        try:
-            read = os.preadv(snapshot.data.fileno(), [window[got:]], chunk.position + got)
-        except OSError as e:
-            raise SnapshotError(f"cannot read {snapshot.path / 'data'}: {e.strerror}") from e
-        if not read:
-            raise SnapshotError(f"{snapshot.path / 'data'} became shorter while it was read")
-        got += read
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Started by the daemon once a generation is served, with the interpreter of the model's engine, whose
 CUDA bindings read device memory. It asks the daemon for the generation's descriptors as `verify`
-does, and maps them read-only. It runs at the lowest priority; killed at any moment it leaves a
-directory that nobody takes for a snapshot and that the next writer removes.
+does, and maps them read-only. It runs at the lowest priority; if it is killed, it leaves a
+directory that does not count as a snapshot and that the next writer removes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from weightcached.segments.api import Mapping, open_backend
 from weightcached.snapshot.files import (
     CHUNK_NBYTES,
     SnapshotHeader,
+    all_snapshots,
     cache_directory,
     chunks_of,
     encode_header,
     list_snapshots,
     make_private,
+    name_of,
+    open_snapshot,
     remove_leftovers,
 )
 from weightcached.system.fds import OwnedFd, close_all
@@ -40,13 +43,15 @@ from weightcached.wire.fetch import fetch_generation
 
 # Small enough that the allocator gives the same memory again.
 _PIECE_NBYTES = 8 << 20
-# Left free on the file system beside what is written: others write there, too.
+# Left free on the file system, because others write there too.
 _SPARE_NBYTES = 256 << 20
 
 
 class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation to write. `keep` counts the snapshots of this cache that stay, this one
-    included; `max_bytes` bounds all snapshots under `root`, 0 for no bound.
+    """One generation to write.
+
+    keep: number of snapshots of this cache that stay, this one included; max_bytes: limit of all
+    snapshots under `root`, 0 for none; replace: write it again if it exists.
     """
 
     root: str
@@ -56,12 +61,11 @@ class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
     socket_dir: str
     keep: int = 1
     max_bytes: int = 0
+    replace: bool = False
 
 
 def main() -> int:
-    """Do the job on standard input. Returns the exit status; the reason is the last line of
-    standard error.
-    """
+    """Do the job on stdin. Returns the exit status; the last line on stderr is the reason."""
     die_with_parent()
     os.nice(19)
     try:
@@ -75,9 +79,9 @@ def main() -> int:
 
 
 def run(job: WriterJob) -> Path:
-    """Write the generation and remove older snapshots of its cache. Returns where it is.
+    """Write the generation and remove older snapshots of its cache. Returns its path.
 
-    Raises SnapshotError, and what fetch_generation() raises.
+    Raises SnapshotError, and as fetch_generation().
     """
     root, directory = Path(job.root), cache_directory(Path(job.root), job.device, job.cache)
     for each in (root, directory.parent, directory):
@@ -91,8 +95,9 @@ def run(job: WriterJob) -> Path:
         raise SnapshotError(
             f"{job.cache} serves generation {index.generation} by now, not {job.generation}"
         )
-    data = index_format.encode(index)
-    path = directory / index_format.digest_of(data)[:16]
+    path = directory / name_of(index)
+    if job.replace or not _is_whole(path):
+        shutil.rmtree(path, ignore_errors=True)
     with ExitStack() as undo:
         undo.callback(close_all, fetched.fds)
         if not path.exists():
@@ -101,10 +106,19 @@ def run(job: WriterJob) -> Path:
             sizes = [segment.nbytes for segment in index.segments]
             mapping = open_backend(job.device).map(fetched.fds, sizes)
             undo.callback(mapping.close)
-            _write(path, data, index, mapping)
+            _write(path, index_format.encode(index), index, mapping)
     for old in list_snapshots(root, job.device, job.cache)[max(1, job.keep) :]:
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a snapshot, as far as can be told without reading its data."""
+    try:
+        open_snapshot(path).close()
+    except SnapshotError:
+        return False
+    return True
 
 
 def _make_room(root: Path, directory: Path, nbytes: int, job: WriterJob) -> None:
@@ -129,9 +143,10 @@ def _make_room(root: Path, directory: Path, nbytes: int, job: WriterJob) -> None
 
 def _all_snapshots(root: Path) -> Iterator[tuple[float, int, Path]]:
     """(time of last use, bytes, path) of every snapshot."""
-    for data in root.glob("*/*/*/data"):
+    for _, _, path in all_snapshots(root):
         with suppress(OSError):
-            yield data.stat().st_mtime, data.stat().st_size, data.parent
+            info = (path / "data").stat()
+            yield info.st_mtime, info.st_size, path
 
 
 def _free_bytes(directory: Path) -> int:
@@ -145,7 +160,7 @@ def _write(
     temporary = path.parent / f".{os.urandom(8).hex()}"
     temporary.mkdir(mode=0o700)
     with OwnedFd(os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as lock:
-        # Held while we live: what is not locked was left by a writer that died.
+        # Held while we live: an unlocked directory belongs to a dead writer.
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         try:
             segments = [segment.nbytes for segment in index.segments]
@@ -186,7 +201,7 @@ def _write_chunks(data: OwnedFd, segments: list[int], mapping: Mapping) -> Itera
             hasher.update(piece)
             _write_all(data, piece)
         # Chunk by chunk, so that the sync at the end does not hold up everybody's writes at once.
-        # The pages stay in the cache: they are what a restart reads.
+        # The pages stay in the cache, for a restart.
         os.fdatasync(data.fileno())
         yield hasher.digest()
 

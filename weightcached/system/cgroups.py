@@ -1,4 +1,5 @@
-"""How much memory the control groups of this process leave it: the kernel kills what takes more.
+"""How much memory this process's control groups leave it: the kernel kills a process that takes
+more.
 
 Version 2, version 1, and a machine that has both mounted; each group above counts too.
 
@@ -15,14 +16,14 @@ from typing import NamedTuple
 
 _OWN = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
-# What the kernel takes back before it kills anybody: the page cache, and caches of its own.
+# Memory that the kernel reclaims before it kills a process: the page cache, and its own caches.
 _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 # Version 1 writes "no limit" as the largest multiple of a page.
 _NO_LIMIT = 1 << 60
 
 
 class Room(NamedTuple):
-    """The tightest limit: `free` bytes of `limit` are left. `file` is where it is written."""
+    """The tightest limit: `free` bytes of `limit` are left. file: the file with the limit."""
 
     free: int
     limit: int
@@ -41,7 +42,7 @@ _V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def memory_room(*, own: Path = _OWN, mount: Path = _MOUNT) -> Room | None:
-    """The tightest limit on this process's memory; None if there is none, or nobody can tell."""
+    """The tightest limit on this process's memory; None if there is none or it is unknown."""
     rooms = [
         room
         for directory, version in _groups(own, mount)

@@ -23,9 +23,7 @@ _PROC_VERSION_LINE = re.compile(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", re
 
 
 class GpuInfo(NamedTuple):
-    """One device that CUDA can use. total_bytes is 0 where unknown; `parent` is a MIG device's
-    physical GPU.
-    """
+    """One CUDA device. total_bytes: 0 if unknown; parent: the physical GPU of a MIG device."""
 
     uuid: str
     name: str
@@ -35,7 +33,7 @@ class GpuInfo(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """One process with memory on a device; nbytes is 0 where the driver does not say."""
+    """One process with memory on a device. nbytes: 0 if the driver does not tell."""
 
     pid: int
     name: str
@@ -56,9 +54,7 @@ def list_gpus() -> list[GpuInfo]:
 
 
 def check_present(uuid: str) -> None:
-    """Raises DeviceError where this machine has GPUs and `uuid` is none of them; silent where
-    nobody can tell.
-    """
+    """Raises DeviceError if this machine has GPUs, but not `uuid`. Without an answer, does nothing."""
     gpus = list_gpus()
     if gpus and uuid not in [gpu.uuid for gpu in gpus]:
         raise DeviceError(
@@ -91,6 +87,21 @@ def visible_gpus(gpus: Sequence[GpuInfo], visible: str | None) -> list[str]:
     return found
 
 
+def mig_device(digits: str, visible: str | None) -> str:
+    """The name of the MIG device that a process uses; CUDA shows a process one MIG device.
+
+    digits: of the UUID that CUDA gave, which may be the physical GPU's; visible:
+    CUDA_VISIBLE_DEVICES.
+    """
+    slices = {gpu.uuid: gpu.parent for gpu in list_gpus() if gpu.mig}
+    of_parent = [uuid for uuid, parent in slices.items() if parent == f"GPU-{digits}"]
+    if f"MIG-{digits}" in slices or not of_parent:
+        return f"MIG-{digits}"
+    asked = [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
+    named = [uuid for entry in asked for uuid in of_parent if uuid.startswith(entry)]
+    return (named or of_parent)[0]
+
+
 def holders(uuid: str) -> list[Holder]:
     """Processes with memory on the device, largest first; empty also if nobody can tell.
 
@@ -118,7 +129,7 @@ def free_bytes(uuid: str) -> int | None:
 
 
 def persistence_warning(uuid: str) -> str | None:
-    """What to tell the operator if persistence mode is off; None if it is on or cannot be read."""
+    """A warning for the operator if persistence mode is off; None if it is on or cannot be read."""
     enabled = True
     with _initialised_nvml() as nvml:
         if nvml is not None:
@@ -145,9 +156,7 @@ def kernel_driver_version() -> str:
 
 
 def driver_name(version: str) -> str:
-    """How an index names the kernel driver that keeps its segments alive: they do not outlive a
-    change of it.
-    """
+    """The name, in an index, of the kernel driver. Segments do not survive a change of it."""
     return f"nvidia {version}"
 
 

@@ -69,10 +69,10 @@ def is_full(directory: Path) -> bool:
 
 
 def missing_device_nodes() -> list[Path] | None:
-    """Nodes that CUDA opens and that are not there; None where no NVIDIA driver is loaded.
+    """Missing device nodes that CUDA opens; None if no NVIDIA driver is loaded.
 
-    The driver makes none itself. Who asks NVML or CUDA first has nvidia-modprobe make them, which
-    is setuid, and so does nothing for a process with NoNewPrivileges=.
+    The driver makes none itself. The first use of NVML or CUDA runs nvidia-modprobe, which makes
+    them. It is setuid, so it does nothing for a process with NoNewPrivileges=.
     """
     if not PROC_NVIDIA.is_dir():
         return None

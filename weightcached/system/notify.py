@@ -1,4 +1,4 @@
-"""What a service and its manager say to each other: sd_notify(3) and sd_listen_fds(3), both ways.
+"""The protocol of a service and its manager: sd_notify(3) and sd_listen_fds(3), both ways.
 
 The daemon is such a service; `weightcached preload` is a manager too.
 """
@@ -18,7 +18,7 @@ from weightcached.system.fds import OwnedFd
 
 # The first descriptor that a manager passes (SD_LISTEN_FDS_START).
 LISTEN_FDS_START = 3
-# What the manager gives to one process alone: a child that used it would speak in its name.
+# Variables that the manager gives to one process: a child that used them would speak in its name.
 FOR_THIS_PROCESS = (
     "NOTIFY_SOCKET",
     "LISTEN_FDS",
@@ -27,12 +27,12 @@ FOR_THIS_PROCESS = (
     "WATCHDOG_USEC",
     "WATCHDOG_PID",
 )
-# systemd passes over a datagram of more than 4096 bytes, whatever else is in it.
+# systemd ignores a datagram of more than 4096 bytes entirely.
 _STATUS_CHARS = 3500
 
 
 def status_line(text: str) -> str:
-    """STATUS= with one ASCII line, which is what the protocol takes, and not too long for it."""
+    """STATUS= with one ASCII line, cut to the length that the protocol takes."""
     plain = " ".join(text.split()).encode("ascii", "replace").decode()
     return f"STATUS={plain[:_STATUS_CHARS]}"
 
@@ -43,9 +43,7 @@ def fields_of(state: str) -> dict[str, str]:
 
 
 def watchdog_period_s(environ: Mapping[str, str]) -> float | None:
-    """How often to send WATCHDOG=1: half of what the manager allows this very process, None if it
-    does not watch.
-    """
+    """The period for WATCHDOG=1: half of the manager's limit for this process; or None."""
     usec, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", str(os.getpid()))
     if not usec.isdecimal() or int(usec) == 0 or pid != str(os.getpid()):
         return None
@@ -74,7 +72,7 @@ def inherited(environ: MutableMapping[str, str]) -> list[Stored]:
 
 
 def listen_variables(names: Sequence[str]) -> dict[str, str]:
-    """What tells the calling process of the descriptors that it begins with, for its exec."""
+    """Variables that tell the calling process, after its exec, of its inherited descriptors."""
     if not names:
         return {}
     return {
@@ -117,8 +115,9 @@ def remove_message(name: str) -> str:
 
 
 class StoreConnection:
-    """A connection to the manager's descriptor store. Every call raises OSError when the manager
-    cannot be reached within `timeout_s`; without an address nothing happens.
+    """A connection to the manager's descriptor store. Without an address nothing happens.
+
+    Every call raises OSError if the manager cannot be reached within `timeout_s`.
     """
 
     def __init__(self, address: str | None, *, timeout_s: float) -> None:
@@ -136,9 +135,7 @@ class StoreConnection:
         self._send(remove_message(name))
 
     def barrier(self) -> None:
-        """Return once the manager has worked through everything sent so far: it then closes its end
-        of a pipe.
-        """
+        """Return once the manager has handled all messages: it then closes its end of a pipe."""
         if self._sock is None:
             return
         reader, writer = map(OwnedFd, os.pipe2(os.O_CLOEXEC))

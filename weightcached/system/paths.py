@@ -45,15 +45,13 @@ def is_host_device(device: str) -> bool:
 
 
 class _Choice:
-    """What this process was told on its command line."""
+    """Set by this process's command line."""
 
     runtime_dir: Path | None = None
 
 
 def choose_runtime_dir(directory: Path | None) -> None:
-    """Have runtime_dir() name `directory` in this process, as a tool with --socket-dir wants it;
-    None takes that back.
-    """
+    """Have runtime_dir() return `directory` in this process, for --socket-dir; None undoes that."""
     _Choice.runtime_dir = directory.absolute() if directory else None
 
 
@@ -136,8 +134,9 @@ def socket_path(device: str, socket_dir: Path | None = None) -> Path:
 
 
 def devices_with_socket(directory: Path | None = None) -> list[str]:
-    """Devices whose socket is in the runtime directory, whether or not a daemon listens on it. May
-    be empty. Raises RuntimePathError.
+    """Devices with a socket in the runtime directory, also without a listener; may be empty.
+
+    Raises RuntimePathError.
     """
     return sorted(path.stem for path in (directory or runtime_dir()).glob("*.sock"))
 
@@ -174,7 +173,7 @@ def check_socket(path: Path) -> None:
 
 
 def home() -> Path:
-    """The user's home directory. Raises HomeError where nothing names one."""
+    """The user's home directory. Raises HomeError if nothing names one."""
     try:
         return Path.home()
     except RuntimeError as e:
@@ -193,8 +192,8 @@ def config_home() -> Path:
 def manifest_path(explicit: Path | None = None) -> Path:
     """The manifest in force: the explicit one, the user's, or the machine's.
 
-    Raises ManifestError if none exists, HomeError if nobody can tell where the user's would be and
-    there is no other.
+    Raises ManifestError if none exists, HomeError if the user has no home directory and there is no
+    other manifest.
     """
     of_machine = Path("/etc/weightcached/manifest.yaml")
     if explicit is not None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from weightcached.system.fds import OwnedFd
 from weightcached.system.notify import FOR_THIS_PROCESS
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 # struct ucred of unix(7): pid_t is signed, uid_t and gid_t are not. A uid of 2³¹ and more, as user
 # namespaces and directory services give, would come out negative and equal nobody's.
 _UCRED = struct.Struct("=iII")
@@ -30,7 +33,7 @@ class Credentials(NamedTuple):
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
-    """Who is at the other end of a connected Unix socket. Raises OSError."""
+    """The process at the other end of a connected Unix socket. Raises OSError."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     if len(data) != _UCRED.size:
         raise OSError(f"SO_PEERCRED gave {len(data)} bytes")
@@ -38,8 +41,9 @@ def peer_credentials(sock: socket.socket) -> Credentials:
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
-    """A pidfd of the process at the other end, whose number is `pid`; None if there is none to be
-    had: it is gone already, or not ours to see.
+    """A pidfd of the process `pid` at the other end.
+
+    None if that process is gone, or invisible to us.
     """
     try:
         return OwnedFd(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
@@ -49,6 +53,23 @@ def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
         return OwnedFd(os.pidfd_open(pid)) if pid > 0 else None
     except OSError:
         return None
+
+
+def holds_file(pid: int, path: Path) -> bool:
+    """Whether the process has `path` open: of an engine's processes, those that hold its fence are
+    the engine; a compiler that it runs is not.
+    """
+    wanted = os.fspath(path)
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as fds:
+            for fd in fds:
+                # The name alone: to look at the file itself could hang, where its file system does.
+                with contextlib.suppress(OSError):
+                    if os.readlink(fd.path) == wanted:
+                        return True
+    except OSError:
+        pass
+    return False
 
 
 def signal_name(number: int) -> str:
@@ -70,9 +91,7 @@ class ParentDeath:
         self._libc = ctypes.CDLL(None)
 
     def follow(self, parent: int) -> bool:
-        """Die with the parent from now on. False if `parent` is gone already, and nobody would
-        notice.
-        """
+        """Die with the parent from now on. False if `parent` is gone already."""
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         return os.getppid() == parent
 
@@ -83,17 +102,22 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def become_subreaper() -> None:
+    """Orphans among this process's descendants become its children. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
 def prefer_for_oom_killer() -> None:
-    """Offer this process to the kernel first when memory runs out: what it does can be done again,
-    what the daemon and the engines hold cannot.
-    """
+    """Offer this process to the kernel first when memory runs out: its work can be repeated."""
     with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
         score.write("800")
 
 
 def environment_for(program: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child that runs `program`: ours, without what the manager gave to us
-    alone, as it is when the program's own environment is activated.
+    """The environment for a child that runs `program`: ours, without the manager's variables, and
+    with the program's directory in PATH.
 
     Without ninja, vLLM does not use FlashInfer's kernels. ninja is usually installed beside the
     interpreter, in a directory that a service manager does not search.

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class LoadState(Protocol):
-    """Where a load is. Bytes count within the phase; `eta_s` is None until it can be estimated."""
+    """The progress of a load. Bytes count within the phase; eta_s: None until estimated."""
 
     @property
     def phase(self) -> str: ...

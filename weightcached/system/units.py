@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from weightcached.errors import WeightcachedError
+from weightcached.errors import InstallError
 from weightcached.system.paths import config_home
 
 UNITS = (
@@ -34,12 +34,6 @@ _HEADER = re.compile(
 )
 
 Action = Literal["wrote", "unchanged", "updated", "kept", "removed", "absent"]
-
-
-class InstallError(WeightcachedError):
-    """The files cannot be installed; the text names the obstacle."""
-
-    code = "install"
 
 
 class Outcome(NamedTuple):

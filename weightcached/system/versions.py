@@ -1,4 +1,4 @@
-"""What is installed for an interpreter, of all that can change a model's weights.
+"""Versions of an interpreter's packages that can change a model's weights.
 
 `python -P -m weightcached.system.versions` prints it as JSON: the daemon asks the interpreter of
 each model. Read from the metadata of distributions: importing vLLM takes ten seconds.

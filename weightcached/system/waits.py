@@ -39,8 +39,8 @@ async def first_of(
 ) -> None:
     """Return once the first of them is done, or after `timeout_s`.
 
-    Coroutines are started and ended here, and raise from here what they raise. Tasks and futures
-    stay their owner's: they go on, and hold their results.
+    Coroutines are started and ended here, and their errors are raised here. Tasks and futures
+    belong to the caller: they go on, and hold their results.
     """
     started = [asyncio.create_task(wait) for wait in waits if asyncio.iscoroutine(wait)]
     owned = [wait for wait in waits if isinstance(wait, asyncio.Future)]

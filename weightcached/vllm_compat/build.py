@@ -6,6 +6,7 @@ A new vLLM release may need changes here, in hooks.py, in key.py and in solo_ran
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from unittest import mock
 
 import torch
 from torch import nn
+
+from weightcached.system.gpus import mig_device
 
 
 def stage_of_platform() -> str:
@@ -45,9 +48,12 @@ def device_of_worker(parallel_config: Any) -> str:
 
 def gpu_of_worker() -> str:
     """GPU-<uuid> or MIG-<uuid> of the GPU that this worker has chosen, for its replica too."""
-    # As CUDA reports it: right under CUDA_VISIBLE_DEVICES remaps and for MIG slices.
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    return f"GPU-{uuid}" if not str(uuid).startswith(("GPU-", "MIG-")) else str(uuid)
+    # As CUDA reports it: right under CUDA_VISIBLE_DEVICES remaps. It says digits alone, for slices too.
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    digits = str(properties.uuid).removeprefix("GPU-").removeprefix("MIG-")
+    if " MIG " not in f"{properties.name} ":
+        return f"GPU-{digits}"
+    return mig_device(digits, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def place_on_node(parallel_config: Any, local_rank: int) -> int:
@@ -203,7 +209,7 @@ def freeze_heap() -> None:
 
 
 def all_ranks(ok: bool, role: str) -> bool:
-    """Whether every rank says yes; one small collective, none where the rank is alone."""
+    """Whether every rank says yes; one small collective, none for a single rank."""
     from vllm.distributed import get_tp_group, get_world_group
 
     # Only the last pipeline stage loads a draft, so the world would wait for ranks that never come.

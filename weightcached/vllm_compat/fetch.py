@@ -10,11 +10,11 @@ log = logging.getLogger("weightcached.loader")
 
 
 def fetch(vllm_config: Any, model_config: Any) -> str:
-    """Fetch what the local Hub cache lacks of the revision that is current now. Returns why that
-    failed, or nothing.
+    """Fetch the missing files of the current revision into the local Hub cache. Returns why that
+    failed, or "".
 
-    The load itself would do it; but what it reads is recorded before it begins. A failure counts
-    only where the local cache does not have the model either.
+    The load itself would do it, but its files are recorded before it begins. A failure counts only
+    if the local cache does not have the model either.
     """
     from vllm.model_executor.model_loader import get_model_loader
 

@@ -150,17 +150,12 @@ def layout_environment() -> dict[str, str]:
     """The values in force of vLLM's variables that can change the bytes: by name, those unset with
     their defaults.
 
-    A variable that this vLLM does not list counts as it is set: models read some directly.
+    A variable that this vLLM does not list is nothing to it: a deployment's own, such as VLLM_WEIGHTS_DIR.
     """
     from vllm import envs
 
     known = envs.environment_variables
     values = {name: str(read()) for name, read in known.items() if changes_layout(name)}
-    values |= {
-        name: value
-        for name, value in os.environ.items()
-        if name not in known and changes_layout(name)
-    }
     return {name: _bounded(values[name]) for name in sorted(values)}
 
 
@@ -217,10 +212,10 @@ def _multimodal(config: Any) -> str:
 
 
 def _lora(config: Any, model_config: Any) -> str:
-    """Where adapters change how the base is laid out.
+    """Parts of the base whose layout changes for adapters.
 
-    They wrap layers that are loaded already. But experts get kernels that adapters can be added to,
-    with a layout of their own, and towers are built otherwise where adapters may go there.
+    Adapters wrap layers that are loaded already. But experts get kernels for adapters, with another
+    layout, and towers are built differently if adapters may be added to them.
     """
     if config is None:
         return ABSENT

@@ -8,9 +8,9 @@ from typing import Any
 
 
 def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace a function of the class itself, not one that it inherits, by wrap(function).
+    """Replace a function of the class itself, not an inherited one, by wrap(function).
 
-    Nothing where the class has none, or where that was done before.
+    Does nothing if the class has none, or if it is replaced already.
     """
     original = vars(owner).get(name) if owner is not None else None
     if original is None or hasattr(original, "_weightcached"):

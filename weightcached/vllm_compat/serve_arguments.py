@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightcached.config.located_yaml import near_miss
-from weightcached.errors import EXIT_CONFIG, WeightcachedError
-
-
-class ArgumentError(WeightcachedError):
-    """vLLM does not take these arguments. The operator changes the manifest."""
-
-    code = "engine-argument"
-    exit_status = EXIT_CONFIG
+from weightcached.errors import ArgumentError
 
 
 def parse(arguments: Mapping[str, Any]) -> argparse.Namespace:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import logging
 import os
 import socket
@@ -20,10 +21,11 @@ from typing import Any
 from unittest import mock
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
-from weightcached.engine.child import Activity, Job, say_error
 from weightcached.errors import EngineError
 from weightcached.system.gpus import free_bytes
+from weightcached.system.process import holds_file
 from weightcached.vllm_compat import parked_start, serve_arguments
+from weightcached.wire.engine_job import Activity, Job, say_error
 
 log = logging.getLogger("vllm.weightcached")
 
@@ -93,6 +95,16 @@ class _KeepCause(logging.Handler):
             say_error(self._path, record.exc_info[1])
 
 
+def _number_lines(prefix: str) -> None:
+    """Have this process's lines, and those of what it forks, begin with the prefix, as vLLM does it
+    where it is imported with VLLM_LOGGING_PREFIX.
+    """
+    for handler in logging.getLogger("vllm").handlers:
+        formatter = handler.formatter
+        if formatter is not None and not (formatter._fmt or "").startswith(prefix):
+            formatter._fmt = formatter._style._fmt = prefix + formatter._style._fmt
+
+
 def _kv_file(error_file: Path) -> Path:
     return error_file.with_name("kv_cache_bytes")
 
@@ -129,7 +141,7 @@ def join_engine() -> None:
     logger = logging.getLogger("vllm")
     if not any(isinstance(handler, _KeepCause) for handler in logger.handlers):
         logger.addHandler(_KeepCause(Path(path)))
-    _hand_on(int(os.environ[FENCE_FD]))
+    _hand_on(int(os.environ[FENCE_FD]), Path(path).parents[1] / "fence")
     from vllm.v1.executor.abstract import Executor
 
     if not hasattr(Executor.determine_available_memory, "original"):
@@ -138,8 +150,11 @@ def join_engine() -> None:
         Executor.determine_available_memory.original = original
 
 
-def _hand_on(fd: int) -> None:
+def _hand_on(fd: int, fence: Path) -> None:
     """Have processes started by spawn inherit the fence too, as forked ones do."""
+    # Programs that an engine runs have its environment, and not its descriptors.
+    if not holds_file(os.getpid(), fence):
+        return
     if getattr(util.spawnv_passfds, "hands_on", None) == fd:
         return
     original = util.spawnv_passfds
@@ -160,6 +175,7 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs(f"{job.service}/{job.number}")
+    _number_lines(os.environ.get("VLLM_LOGGING_PREFIX", ""))
     free = 0 if job.parked else _free_bytes(job)
     args = serve_arguments.parse(_arguments(job))
     args.host, args.port = job.host or None, job.port
@@ -191,7 +207,8 @@ def _arguments(job: Job) -> dict[str, Any]:
     if not current_platform.is_cuda():
         return arguments
     maps = arguments.get("load_format") in OWN_LOAD_FORMATS
-    if maps:
+    sleeps = maps and _knows_sleep_backends()
+    if sleeps:
         arguments.setdefault("enable_sleep_mode", True)
         arguments.setdefault("sleep_mode_backend", parked_start.BACKEND)
     if job.parked:
@@ -200,6 +217,11 @@ def _arguments(job: Job) -> dict[str, Any]:
                 f"load_format {arguments.get('load_format')} does not map its weights, so no standby can start beside "
                 "it: write load_format: ipc_cache, or standby: 0"
             )
+        if not sleeps:
+            raise EngineError(
+                "this vLLM has no choice of sleep back ends, so no standby can start on a GPU: "
+                "use vLLM 0.33 or newer, or write standby: 0"
+            )
         options = dict(arguments.get("model_loader_extra_config") or {})
         arguments["model_loader_extra_config"] = {**options, "start_parked": True}
         if job.kv_cache_bytes:
@@ -207,6 +229,12 @@ def _arguments(job: Job) -> dict[str, Any]:
     elif maps and _is_as_remembered(job):
         arguments.setdefault("kv_cache_memory_bytes", job.remembered["kv_cache_bytes"])
     return arguments
+
+
+def _knows_sleep_backends() -> bool:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return "sleep_mode_backend" in {field.name for field in dataclasses.fields(EngineArgs)}
 
 
 def _versions() -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""vLLM's GPU worker where it sleeps, wakes, and takes new weights, with weights that others map.
+"""Sleep, wake and new weights in vLLM's GPU worker, with weights that others map.
 
-What would write into shared pages is refused before the first byte; what frees or restores weights
-leaves mapped ones alone. How a sleeping engine's memory comes and goes is in
-model/kv_scratch.py and model/mapped.py.
+Calls that would write into shared pages are refused before the first byte; calls that free or
+restore weights do not touch mapped ones. model/kv_scratch.py and model/mapped.py handle a sleeping
+engine's memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -44,18 +45,30 @@ _REFUSAL = (
 _kv_pool: KvPool | None = None
 
 
-def install(reload_weights: Callable[[Any], bool]) -> None:
+def install(
+    reload_weights: Callable[[Any], bool],
+    *,
+    on_started: Callable[[], None] = lambda: None,
+    memory_kept: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> None:
     """Patch vLLM's GPU worker, from which the CPU's inherits, if this process has one. Again and
     again is fine.
 
     `reload_weights` gets a worker whose weights shall be read again, and says whether it did that;
-    otherwise vLLM reads them from disk.
+    otherwise vLLM reads them from disk. `on_started` is called once a worker has measured memory,
+    taken its KV cache and captured its graphs; within `memory_kept` it sleeps and wakes.
     """
     module = sys.modules.get("vllm.v1.worker.gpu_worker")
     worker = getattr(module, "Worker", None)
-    wrap_once(worker, "sleep", _sleep)
-    wrap_once(worker, "wake_up", _wake_up)
-    wrap_once(worker, "compile_or_warm_up_model", _warm_up)
+    wrap_once(worker, "sleep", lambda original: _within(memory_kept, _sleep(original)))
+    wrap_once(
+        worker,
+        "wake_up",
+        lambda original: _within(_unless_unmapped(memory_kept), _wake_up(original)),
+    )
+    wrap_once(worker, "compile_or_warm_up_model", lambda o: _then(on_started, _warm_up(o)))
+    on_cpu = getattr(sys.modules.get("vllm.v1.worker.cpu_worker"), "CPUWorker", None)
+    wrap_once(on_cpu, "compile_or_warm_up_model", lambda o: _then(on_started, o))
     wrap_once(worker, "_maybe_get_memory_pool_context", _memory_pool)
     wrap_once(worker, "shutdown", _shutdown)
     wrap_once(worker, "reload_weights", lambda original: _reload(original, reload_weights))
@@ -75,14 +88,15 @@ def models_of(worker: Any) -> list[nn.Module]:
 
 
 def mapped_of(worker: Any) -> list[mapped.MappedModel]:
-    """What the models of a worker map."""
+    """The mappings of a worker's models."""
     found = [mapped.of(model) for model in models_of(worker)]
     return [each for each in found if each is not None]
 
 
 def refuse_writes(model: nn.Module) -> None:
-    """Let load_weights() of a mapped model, which a function sent to the workers may call, say why
-    not instead of faulting on a read-only page.
+    """Make load_weights() of a mapped model raise an error instead of faulting on a read-only page.
+
+    A function sent to the workers may call it.
     """
 
     def load_weights(*arguments: Any, **named: Any) -> Any:
@@ -93,8 +107,9 @@ def refuse_writes(model: nn.Module) -> None:
 
 
 def settle_for_reloads(model: nn.Module, device: Any) -> None:
-    """Have vLLM's layer by layer reload make its tensors on the device, and not where the model was
-    built, which was the meta device; and forget how far a load had come that never began.
+    """Make vLLM's layer by layer reload create its tensors on the device, not on the meta device.
+
+    Also forget the progress of a load that never began.
     """
     try:
         from vllm.model_executor.model_loader.reload import layerwise
@@ -107,11 +122,41 @@ def settle_for_reloads(model: nn.Module, device: Any) -> None:
             info.restore_device = device
 
 
+def _within(context: Callable[[], AbstractContextManager[None]], function: Any) -> Any:
+    def within(self: Any, *arguments: Any, **named: Any) -> Any:
+        with context():
+            return function(self, *arguments, **named)
+
+    return within
+
+
+def _unless_unmapped(
+    memory_kept: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], AbstractContextManager[None]]:
+    """An engine that was unmapped may have to wait for a load before it wakes: it must not hold that off."""
+
+    def context() -> AbstractContextManager[None]:
+        unmapped = any(model.state is mapped.State.UNMAPPED for model in mapped.of_process())
+        return contextlib.nullcontext() if unmapped else memory_kept()
+
+    return context
+
+
+def _then(callback: Callable[[], None], function: Any) -> Any:
+    def then(self: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(self, *arguments, **named)
+        finally:
+            callback()
+
+    return then
+
+
 # ---- sleep
 
 
 def kv_pool() -> KvPool | None:
-    """The pool of this process's KV cache, where it is ours."""
+    """The pool of this process's KV cache, if it is ours."""
     return _kv_pool
 
 
@@ -124,7 +169,7 @@ def _sleep(original: Any) -> Any:
         try:
             original(self, level)
         except AssertionError as e:
-            # Measured on the whole device, where another engine may wake meanwhile.
+            # vLLM measures the whole device, but another engine may wake meanwhile.
             if "Memory usage increased" not in str(e):
                 raise
             log.warning("asleep; another process took memory of the device meanwhile")
@@ -153,7 +198,7 @@ def _warm_up(original: Any) -> Any:
     def compile_or_warm_up_model(self: Any) -> Any:
         times = original(self)
         if _kv_pool is not None and _kv_pool.scratch.parked:
-            # Until its first wake. What is over scratch could be computed, and would be wrong.
+            # Until its first wake. Results computed over scratch memory would be wrong.
             self.execute_model = _refuse_to_execute
         return times
 
@@ -189,7 +234,7 @@ def _uses_backend(vllm_config: Any) -> bool:
 
 
 def _why_not_ours(vllm_config: Any) -> str:
-    """Why this engine's KV cache cannot lie over scratch while it sleeps; "" where it can."""
+    """Why this engine's KV cache cannot lie over scratch memory while it sleeps, or ""."""
     connector = getattr(vllm_config, "kv_transfer_config", None)
     if connector is not None:
         return f"the KV connector {connector.kv_connector} registers its memory"
@@ -230,7 +275,7 @@ def _without_expandable_segments() -> Iterator[None]:
     if not alloc_conf.conf_flag_enabled(before, name):
         yield
         return
-    # The whole text: what is left out of it falls back to its default.
+    # The whole text: settings that are left out fall back to their defaults.
     alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(before, name, False))
     try:
         yield
@@ -283,7 +328,7 @@ def _writable(models: list[nn.Module]) -> Iterator[None]:
 
 
 def reset_caches(worker: Any) -> None:
-    """Forget what was computed with the old weights, as vLLM does after a reload."""
+    """Forget results of the old weights, as vLLM does after a reload."""
     for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
         if (reset := getattr(worker.model_runner, name, None)) is not None:
             reset()

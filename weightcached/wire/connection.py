@@ -50,7 +50,9 @@ def error_of(refused: Refused) -> WeightcachedError:
         for c in vars(errors).values()
         if isinstance(c, type) and issubclass(c, WeightcachedError)
     }
-    return classes.get(refused.code, WeightcachedError)(refused.message, code=refused.code)
+    error = classes.get(refused.code, WeightcachedError)(refused.message)
+    error.code = refused.code
+    return error
 
 
 class Connection:

@@ -52,8 +52,8 @@ def fetch_generation(
 
 
 def receive_generation(connection: Connection, ready: Ready, timeout_s: float) -> FetchedGeneration:
-    """Receive what `ready` announces, and check that it is that: the index by its digest, the
-    segments by their number.
+    """Receive the descriptors that `ready` announces; check the index by its digest, the segments
+    by their number.
 
     Raises ProtocolError, IndexFormatError and WeightCacheUnavailableError; every descriptor is
     closed then.

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from weightcached.checkpoint.identity import MAX_FILES
 from weightcached.checkpoint.identity import Name as FileName
-from weightcached.errors import ProtocolError
+from weightcached.errors import ProtocolError, Refusal
 from weightcached.index.key import WeightCacheKey
 
 PROTOCOL_VERSION = 1
@@ -24,6 +24,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=20_000)]
 Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
+Source = Literal["loaded", "adopted", "restored"]
 CacheState = Literal["loading", "ready", "failed", "released"]
 
 
@@ -84,6 +85,17 @@ class Rejoin(Message, frozen=True):
     index_digest: Name
 
 
+class HoldLoads(Message, frozen=True):
+    """While this connection is open nothing of the daemon's changes the device's memory: an engine
+    measures it, sleeps or wakes.
+
+    Answered by Done, before that by Loading at least once a second while a load has the device.
+    Without `wait` by one of them: Loading says that nothing is held.
+    """
+
+    wait: bool = True
+
+
 class Parked(Message, frozen=True):
     """The engine of this connection's leases sleeps, or has woken; answered by Done.
 
@@ -99,9 +111,9 @@ class Reload(Message, frozen=True):
     ReloadReply.
 
     With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target", or
-    "llama-8b" for all of a model's; empty means all. Names that are unknown here are passed over
-    unless all are. `along` comes from another rank of a group, which lost its generation: load with
-    it, and go on serving what is served.
+    "llama-8b" for all of a model's; empty means all. Unknown names are ignored, unless all are
+    unknown. `along` comes from another rank of a group, which lost its generation: load with it,
+    and go on serving the own generation.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
@@ -151,6 +163,11 @@ class Refused(Message, frozen=True):
     message: Text
 
 
+def refusal(code: Refusal, message: str) -> Refused:
+    """A Refused that no error stands for."""
+    return Refused(code=code, message=message)
+
+
 class Ready(Message, frozen=True):
     """The key matches. `descriptors` follow in Descriptors packets: the index first, then the
     segments in order.
@@ -174,8 +191,9 @@ class Descriptors(Message, frozen=True):
 
 
 class LoadMessage(Message, frozen=True):
-    """Base of what tells how far a cache's load is. Bytes count within the phase; `eta_s` is None
-    until it can be estimated.
+    """Base of messages about a load's progress. Bytes count within the phase.
+
+    `eta_s` is None until it can be estimated.
     """
 
     cache: Name
@@ -205,8 +223,10 @@ class Mismatch(Message, frozen=True):
 
 
 class NeedDigest(Message, frozen=True):
-    """Undecided on the checkpoint: send the request again with the record of `files`, by the
-    engine's names and in this order, and their digest of `rung`; rung `files`: the record alone.
+    """Undecided on the checkpoint: send the request again with more of the record.
+
+    It needs the record of `files`, by the engine's names and in this order, and their digest of
+    `rung`; rung `files`: the record alone.
     """
 
     rung: Literal["files", "sample", "full"]
@@ -227,9 +247,7 @@ class Failed(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """The matching cache was released by an engine in copy mode, or dropped; reload brings it
-    back.
-    """
+    """The matching cache was released by an engine in copy mode, or dropped. Reload brings it back."""
 
     cache: Name
 
@@ -271,7 +289,8 @@ class ReloadReply(Message, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's lease, and the generation that it maps; a daemon of an older version names none.
+    """One engine's lease, and the generation that it maps, which older daemons do not name.
+
     A parked engine sleeps, and would unmap if asked.
     """
 
@@ -295,14 +314,15 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One cache as `weightcachectl status --json` prints it; other tools read these names.
 
     `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
-    load is tried again; None if it is not. `warning` is what to know of a cache that is served.
+    load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
+    "writing", "written", the reason why it could not be written, or "" if none is wanted.
     """
 
     name: Name
     role: Role
     state: CacheState
     generation: Count
-    source: Literal["loaded", "adopted"]
+    source: Source
     bytes: Count
     segments: Count
     tensors: Count
@@ -315,6 +335,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None = None
     retry_at: float | None = None
     warning: Text = ""
+    snapshot: Text = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -383,7 +404,18 @@ class LoaderFailed(Message, frozen=True):
 
 
 Request = (
-    Hello | Status | Attach | Memory | Release | Rejoin | Parked | Reload | Drop | Verify | Fallback
+    Hello
+    | Status
+    | Attach
+    | Memory
+    | Release
+    | Rejoin
+    | HoldLoads
+    | Parked
+    | Reload
+    | Drop
+    | Verify
+    | Fallback
 )
 Reply = (
     Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released

@@ -15,8 +15,7 @@ _R = TypeVar("_R", bound=Message)
 def ask(connection: Connection, request: Message, expected: type[_R], timeout_s: float) -> _R:
     """Send a request whose answer is one message of type `expected`.
 
-    Raises the error that a refusal stands for, ProtocolError for any other answer, and what
-    Connection.request() raises.
+    Raises the error of a refusal, ProtocolError for any other answer, and as Connection.request().
     """
     reply = connection.request(request, timeout_s)
     if isinstance(reply, Refused):

@@ -34,9 +34,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def held(status: StatusReply) -> list[Held]:
-    """The daemon's own statement of the memory that it holds, and of old generations that engines keep
-    alive.
-    """
+    """The daemon's list of the memory that it holds, and of old generations that engines keep."""
     served = [
         Held(
             cache=c.name,

@@ -20,7 +20,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """`command` and what it needs; `number` comes back with the reply."""
+    """`command` and its arguments; `number` comes back with the reply."""
 
     number: int
     command: str
@@ -28,7 +28,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """`error` is empty where it was done."""
+    """error: empty if the command succeeded."""
 
     number: int
     error: str = ""
@@ -56,7 +56,7 @@ def ask_service(
 
 
 class Services(NamedTuple):
-    """What was heard of all services, and what went wrong with some, by name."""
+    """The replies of all services, and the errors of others, by name."""
 
     replies: list[dict[str, Any]]
     errors: dict[str, EngineError]

@@ -1,0 +1,77 @@
+"""What an engine of a service adds to the manifest's arguments, on a GPU that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.platforms import current_platform
+
+from weightcached.errors import EngineError
+from weightcached.vllm_compat import server
+from weightcached.wire.engine_job import Job
+
+GIB = 1 << 30
+REMEMBERED = {
+    "kv_cache_bytes": 90 * GIB,
+    "free_bytes": 130 * GIB,
+    "vllm": vllm.__version__,
+    "torch": torch.__version__,
+}
+
+
+def job(*, parked: bool = False, load_format: str = "ipc_cache", **more: Any) -> Job:
+    return Job(
+        service="chat", number=2, directory="/run/x/chat/2", host="", port=0, path="",
+        arguments={"model": "m", "load_format": load_format, "model_loader_extra_config": {"mode": "zero_copy"}},
+        parked=parked, devices=["GPU-0"], **more,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 on CUDA, 130 GiB of it free."""
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(server, "_knows_sleep_backends", lambda: True)
+    monkeypatch.setattr(server, "free_bytes", lambda device: 130 * GIB)
+
+
+def test_engine_that_maps_may_sleep() -> None:
+    arguments = server._arguments(job())
+    assert (arguments["enable_sleep_mode"], arguments["sleep_mode_backend"]) == (
+        True,
+        "weightcached",
+    )
+    assert arguments["model_loader_extra_config"] == {"mode": "zero_copy"}
+    assert "kv_cache_memory_bytes" not in arguments
+
+
+def test_standby_starts_parked_with_the_cache_size_of_its_equal() -> None:
+    arguments = server._arguments(job(parked=True, kv_cache_bytes=90 * GIB))
+    assert arguments["model_loader_extra_config"] == {"mode": "zero_copy", "start_parked": True}
+    assert arguments["kv_cache_memory_bytes"] == 90 * GIB
+    assert "kv_cache_memory_bytes" not in server._arguments(job(parked=True))
+
+
+def test_standby_that_does_not_map_is_refused() -> None:
+    with pytest.raises(EngineError, match="load_format auto does not map its weights"):
+        server._arguments(job(parked=True, load_format="auto"))
+    assert "enable_sleep_mode" not in server._arguments(job(load_format="auto"))
+
+
+def test_standby_with_a_vllm_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_knows_sleep_backends", lambda: False)
+    with pytest.raises(EngineError, match="this vLLM has no choice of sleep back ends"):
+        server._arguments(job(parked=True))
+
+
+def test_first_start_uses_what_the_last_one_measured_only_if_all_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert server._arguments(job(remembered=REMEMBERED))["kv_cache_memory_bytes"] == 90 * GIB
+    other = server._arguments(job(remembered=REMEMBERED | {"vllm": "0.1"}))
+    assert "kv_cache_memory_bytes" not in other
+    monkeypatch.setattr(server, "free_bytes", lambda device: 129 * GIB)
+    assert "kv_cache_memory_bytes" not in server._arguments(job(remembered=REMEMBERED))

@@ -1,0 +1,235 @@
+"""A daemon that writes snapshots and starts from them: real children, real files, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.checkpoints import WEIGHTS, key_of, write_checkpoint
+from tests.fakes.client import Client
+from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
+from weightcached.wire.messages import CacheStatus, Drop, Progress, Reload, ReloadReply
+
+Launcher = Callable[..., DaemonProcess]
+
+
+class Machine:
+    """A daemon with snapshots, of one model whose loads are counted."""
+
+    def __init__(self, daemon: DaemonProcess, directory: Path, checkpoint: Path) -> None:
+        self.daemon = daemon
+        self.checkpoint = checkpoint
+        self.snapshots = directory / "snapshots"
+        self.spawns = directory / "spawns"
+        self.manifest()
+
+    def manifest(self, *, keys: dict[str, Any] | None = None, **engine: Any) -> None:
+        entry = model("tiny", self.checkpoint, x_spawns=str(self.spawns), **engine)
+        spec = {"dir": str(self.snapshots)} if keys is None else keys
+        write_manifest(self.daemon.manifest, [entry], snapshots=spec)
+
+    @property
+    def loads(self) -> int:
+        return len(self.spawns.read_text().splitlines()) if self.spawns.exists() else 0
+
+    @property
+    def cache(self) -> CacheStatus:
+        (cache,) = self.daemon.status().caches
+        return cache
+
+    def written(self) -> Path:
+        """Wait for the snapshot."""
+        until(lambda: self.cache.snapshot == "written", "a snapshot")
+        (path,) = self.snapshots.glob("cpu0/tiny.target/[0-9a-f]*")
+        return path
+
+    def start(self) -> None:
+        """A new daemon, with nothing in the manager's store: as after a reboot."""
+        self.daemon.start()
+
+    def reboot(self) -> None:
+        self.daemon.stop()
+        self.start()
+
+    def served(self) -> bytes:
+        """The bytes that an engine gets."""
+        with self.daemon.client() as engine:
+            handout = engine.attach(key_of({"model": str(self.checkpoint)}))
+            try:
+                segments = handout.segment_fds
+                return b"".join(os.pread(fd.fileno(), 1 << 30, 0) for fd in segments)
+            finally:
+                handout.close()
+
+
+@pytest.fixture
+def machine(make_daemon: Launcher, short_tmp: Path, checkpoint: Path) -> Machine:
+    return Machine(make_daemon([]), short_tmp, checkpoint)
+
+
+def test_a_reboot_restores_what_was_loaded_before(machine: Machine) -> None:
+    machine.start()
+    assert machine.cache.source == "loaded"
+    machine.written()
+    machine.reboot()
+    assert (machine.cache.source, machine.cache.state, machine.loads) == ("restored", "ready", 1)
+    assert machine.served()[: 3 << 20] == (machine.checkpoint / WEIGHTS).read_bytes()
+
+
+def test_without_the_key_nothing_is_written_and_nothing_read(machine: Machine) -> None:
+    machine.start()
+    machine.written()
+    write_manifest(
+        machine.daemon.manifest, [model("tiny", machine.checkpoint, x_spawns=str(machine.spawns))]
+    )
+    machine.reboot()
+    assert (machine.cache.source, machine.cache.snapshot, machine.loads) == ("loaded", "", 2)
+
+
+def test_a_restored_generation_is_not_written_again(machine: Machine) -> None:
+    machine.start()
+    path = machine.written()
+    before = (path / "header").stat().st_mtime_ns
+    machine.reboot()
+    assert machine.written() == path
+    assert (path / "header").stat().st_mtime_ns == before
+
+
+def test_an_adopted_generation_is_written_if_its_snapshot_is_missing(machine: Machine) -> None:
+    """The daemon died before it was written."""
+    machine.manifest(keys={"dir": str(machine.snapshots)})
+    machine.start()
+    path = machine.written()
+    machine.daemon.signal(signal.SIGKILL)
+    machine.daemon.wait()
+    (path / "data").unlink()
+    machine.daemon.launch(keep_store=True).notified("READY=1")
+    assert machine.cache.source == "adopted"
+    until(lambda: (path / "data").exists() and machine.cache.snapshot == "written", "written anew")
+
+
+@pytest.mark.parametrize("name", ["header", "index", "data"])
+def test_a_flipped_byte_is_named_and_loaded_instead(machine: Machine, name: str) -> None:
+    machine.start()
+    path = machine.written()
+    data = bytearray((path / name).read_bytes())
+    data[-1] ^= 1
+    (path / name).write_bytes(data)
+    machine.reboot()
+    assert (machine.cache.source, machine.loads) == ("loaded", 2)
+    assert "snapshot not used" in machine.daemon.log
+    assert str(path) in machine.daemon.log
+    # Written anew, or the next start would stumble over it again.
+    machine.written()
+    machine.reboot()
+    assert (machine.cache.source, machine.loads) == ("restored", 2)
+
+
+def test_other_weights_under_the_same_names_are_loaded(machine: Machine) -> None:
+    machine.start()
+    machine.written()
+    machine.daemon.stop()
+    write_checkpoint(machine.checkpoint, seed=2)
+    machine.start()
+    assert (machine.cache.source, machine.loads) == ("loaded", 2)
+    assert machine.served()[: 3 << 20] == (machine.checkpoint / WEIGHTS).read_bytes()
+
+
+def test_other_engine_arguments_are_loaded(machine: Machine) -> None:
+    machine.start()
+    machine.written()
+    machine.daemon.stop()
+    machine.manifest(dtype="float16")
+    machine.start()
+    assert (machine.cache.source, machine.loads) == ("loaded", 2)
+    assert "its spec_digest is" in machine.daemon.log
+
+
+def reload(client: Client, *, force: bool = False) -> None:
+    reply = client.ask(Reload(force=force))
+    while isinstance(reply, Progress):
+        reply = client.receive()
+    assert isinstance(reply, ReloadReply)
+
+
+def test_a_forced_reload_loads(machine: Machine) -> None:
+    machine.start()
+    machine.written()
+    with machine.daemon.client("ctl") as client:
+        reload(client, force=True)
+    assert (machine.cache.generation, machine.cache.source, machine.loads) == (2, "loaded", 2)
+
+
+def test_a_dropped_cache_comes_back_from_its_snapshot(machine: Machine) -> None:
+    machine.start()
+    machine.written()
+    with machine.daemon.client("ctl") as client:
+        client.ask(Drop(cache="tiny/target"))
+        reload(client)
+    assert (machine.cache.source, machine.loads) == ("restored", 1)
+
+
+@pytest.mark.parametrize("fault", ["file", "read-only", "others"])
+def test_a_directory_that_cannot_be_used_costs_a_line(machine: Machine, fault: str) -> None:
+    if fault == "file":
+        machine.snapshots.write_text("")
+    else:
+        machine.snapshots.mkdir(mode=0o777 if fault == "others" else 0o500)
+        machine.snapshots.chmod(0o777 if fault == "others" else 0o500)
+    if fault == "read-only" and os.geteuid() == 0:
+        pytest.skip("root writes there all the same")
+    machine.start()
+    until(lambda: machine.cache.snapshot not in ("", "writing"), "the writer's end")
+    assert str(machine.snapshots) in machine.cache.snapshot
+    assert "no snapshot cache=tiny/target" in machine.daemon.log
+    assert machine.cache.state == "ready"
+
+
+def test_no_room_is_said_with_the_bound(machine: Machine) -> None:
+    machine.manifest(keys={"dir": str(machine.snapshots), "max_bytes": 4096})
+    machine.start()
+    until(lambda: machine.cache.snapshot not in ("", "writing"), "the writer's end")
+    assert "no room for a snapshot of 3145728 bytes" in machine.cache.snapshot
+    assert list(machine.snapshots.glob("*/*/*")) == []
+
+
+def test_a_writer_killed_at_any_moment_costs_nothing_that_is_served(machine: Machine) -> None:
+    machine.start()
+    for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2):
+        machine.daemon.signal(signal.SIGKILL)
+        machine.daemon.wait()
+        machine.daemon.launch(keep_store=True).notified("READY=1")
+        time.sleep(delay_s)
+    assert machine.cache.source == "adopted"
+    machine.written()
+    # Nothing half-written is left.
+    assert [p.name for p in machine.snapshots.glob("cpu0/tiny.target/.*")] == []
+    machine.reboot()
+    assert machine.cache.source == "restored"
+
+
+def test_the_oldest_of_a_cache_go(machine: Machine) -> None:
+    machine.start()
+    first = machine.written()
+    machine.manifest(dtype="float16")
+    machine.reboot()
+    assert machine.written() != first
+    assert not first.exists()
+
+
+def test_as_many_as_the_manifest_keeps_stay(machine: Machine) -> None:
+    machine.manifest(keys={"dir": str(machine.snapshots), "keep": 2})
+    machine.start()
+    machine.written()
+    machine.manifest(keys={"dir": str(machine.snapshots), "keep": 2}, dtype="float16")
+    machine.reboot()
+    until(lambda: machine.cache.snapshot == "written", "the second")
+    machine.manifest(keys={"dir": str(machine.snapshots), "keep": 2})
+    machine.reboot()
+    assert (machine.cache.source, machine.loads) == ("restored", 2)

@@ -1,0 +1,97 @@
+"""`weightcachectl snapshot`: lists, verifies and removes what is on disk, without a daemon."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.fakes.models import an_index
+from weightcached.cli.weightcachectl import main
+from weightcached.index import tensors as index_format
+from weightcached.segments.host import HostBackend
+from weightcached.snapshot import writer
+
+Ctl = Callable[..., Result]
+
+
+@pytest.fixture
+def ctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ctl:
+    """Run `weightcachectl snapshot` with a manifest whose snapshots are in tmp_path/snapshots."""
+    config = tmp_path / "config" / "weightcached"
+    config.mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (config / "manifest.yaml").write_text(
+        "version: 1\n"
+        f"models: [{{name: a, devices: [cpu0], engine: {{model: {tmp_path}/model}}}}]\n"
+        f"snapshots: {{dir: {tmp_path}/snapshots}}\n"
+    )
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return lambda *arguments: CliRunner().invoke(main, ["snapshot", *arguments])
+
+
+def snapshot_of(root: Path, cache: str) -> Path:
+    backend = HostBackend()
+    segment = backend.create(4096)
+    index = an_index(cache=cache)
+    directory = root / "cpu0" / cache.replace("/", ".")
+    directory.mkdir(parents=True)
+    path = directory / index_format.digest_of(index_format.encode(index))[:16]
+    mapping = backend.map([segment.publish()], [4096])
+    writer._write(path, index_format.encode(index), index, mapping)
+    mapping.close()
+    return path
+
+
+def test_snapshots_are_listed_with_their_sum(ctl: Ctl, tmp_path: Path) -> None:
+    snapshot_of(tmp_path / "snapshots", "a/target")
+    snapshot_of(tmp_path / "snapshots", "b.1/draft")
+    result = ctl("list")
+    first, second, last = result.stdout.splitlines()
+    assert first.startswith("cpu0 a/target: 4 KiB, written 20")
+    assert second.startswith("cpu0 b.1/draft: 4 KiB, written 20")
+    assert last == "2 snapshots, 8 KiB"
+
+
+def test_a_model_names_all_of_its_caches(ctl: Ctl, tmp_path: Path) -> None:
+    path = snapshot_of(tmp_path / "snapshots", "a/target")
+    snapshot_of(tmp_path / "snapshots", "b/target")
+    (row,) = json.loads(ctl("list", "a", "--json").stdout)
+    assert row["cache"] == "a/target"
+    assert (row["bytes"], row["path"], row["error"]) == (4096, str(path), "")
+
+
+def test_verify_names_the_one_that_has_changed(ctl: Ctl, tmp_path: Path) -> None:
+    snapshot_of(tmp_path / "snapshots", "a/target")
+    changed = snapshot_of(tmp_path / "snapshots", "b/target") / "data"
+    changed.write_bytes(b"x" * 4096)
+    result = ctl("verify")
+    good, bad = result.stdout.splitlines()
+    assert good == "cpu0 a/target: all digests equal"
+    assert bad.startswith(f"cpu0 b/target: {changed}: the 4096 bytes at 0 do not have the digest")
+    assert result.exit_code == 1
+
+
+def test_rm_removes_those_of_one_cache(ctl: Ctl, tmp_path: Path) -> None:
+    path = snapshot_of(tmp_path / "snapshots", "a/target")
+    kept = snapshot_of(tmp_path / "snapshots", "b/target")
+    assert ctl("rm", "a/target").stdout == f"removed {path}\n"
+    assert (path.exists(), kept.exists()) == (False, True)
+
+
+def test_rm_says_where_it_found_none(ctl: Ctl, tmp_path: Path) -> None:
+    result = ctl("rm", "c")
+    assert result.exit_code == 1
+    assert f"{tmp_path}/snapshots has no snapshot of c" in result.stderr
+
+
+def test_without_the_key_the_way_to_have_them_is_named(ctl: Ctl, tmp_path: Path) -> None:
+    manifest = tmp_path / "config" / "weightcached" / "manifest.yaml"
+    manifest.write_text(manifest.read_text().partition("snapshots:")[0])
+    result = ctl("list")
+    assert result.exit_code == 1
+    assert f"{manifest} has no key snapshots: write 'snapshots: {{}}'" in result.stderr

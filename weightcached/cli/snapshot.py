@@ -1,0 +1,90 @@
+"""`weightcachectl snapshot`: the snapshots on disk. Needs neither a daemon nor a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from weightcached.config.manifest import load_manifest
+from weightcached.errors import SnapshotError
+from weightcached.snapshot.files import all_snapshots, open_snapshot
+from weightcached.system.paths import manifest_path
+from weightcached.system.text import bytes_text
+
+
+class SnapshotRow(NamedTuple):
+    """One snapshot. `error` says why it cannot be used; the rest is 0 or empty then."""
+
+    device: str
+    cache: str
+    bytes: int
+    created_at: float
+    path: str
+    error: str
+
+
+def directory() -> Path:
+    """The manifest's directory of snapshots. Raises ManifestError, SnapshotError without one."""
+    path = manifest_path(None)
+    spec = load_manifest(path).snapshots
+    if spec is None:
+        raise SnapshotError(
+            f"{path} has no key snapshots: write 'snapshots: {{}}' to have them made"
+        )
+    return spec.directory
+
+
+def rows(root: Path, cache: str | None = None) -> list[SnapshotRow]:
+    """All snapshots, or those of one cache or model."""
+    found = [_row(device, path) for device, _, path in all_snapshots(root)]
+    return [row for row in found if cache is None or cache in (row.cache, _model(row.cache))]
+
+
+def _row(device: str, path: Path) -> SnapshotRow:
+    try:
+        with open_snapshot(path) as snapshot:
+            header = snapshot.header
+            return SnapshotRow(
+                device, header.cache, snapshot.nbytes, header.created_at, str(path), ""
+            )
+    except SnapshotError as e:
+        cache = "/".join(path.parent.name.rsplit(".", 1))
+        return SnapshotRow(device, cache, 0, 0.0, str(path), str(e))
+
+
+def _model(cache: str) -> str:
+    return cache.rpartition("/")[0]
+
+
+def table(rows: list[SnapshotRow]) -> list[str]:
+    """A line for each, and their sum."""
+    lines = [
+        f"{row.device} {row.cache}: "
+        + (row.error or f"{bytes_text(row.bytes)}, written {_when(row.created_at)}")
+        for row in rows
+    ]
+    return [*lines, f"{len(rows)} snapshots, {bytes_text(sum(row.bytes for row in rows))}"]
+
+
+def _when(created_at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created_at))
+
+
+def verify(row: SnapshotRow) -> str:
+    """Read the whole snapshot. Returns the fault, or ""."""
+    try:
+        with open_snapshot(Path(row.path)) as snapshot:
+            snapshot.verify()
+    except SnapshotError as e:
+        return str(e)
+    return ""
+
+
+def remove(row: SnapshotRow) -> None:
+    """Remove it. Raises SnapshotError if that fails."""
+    try:
+        shutil.rmtree(row.path)
+    except OSError as e:
+        raise SnapshotError(f"cannot remove {row.path}: {e.strerror}") from e

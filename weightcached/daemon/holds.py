@@ -1,0 +1,92 @@
+"""Who may change the device's memory, and when: loads of ours, and engines that rely on it staying as it is.
+
+vLLM asserts on the free memory of the whole device while it measures how much a KV cache may have,
+and when it sleeps. Loading or freeing meanwhile would end that engine, or cost it KV cache. So an
+engine holds loads off, by a connection that it keeps open for that time; a load waits until nobody
+does. An engine that comes while a load has the device waits for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from weightcached.daemon.caches import Cache
+from weightcached.daemon.leases import Broadcast
+
+log = logging.getLogger(__name__)
+
+# An engine's start from its first question to its first request; capturing many graphs takes minutes.
+LIMIT_S = 600.0
+
+
+class Hold:
+    """One engine's hold. pid: 0 if it cannot be seen."""
+
+    __slots__ = ("began_s", "pid")
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.began_s = time.monotonic()
+
+
+class Holds:
+    """All holds, and the cache whose load has the device.
+
+    A hold longer than `limit_s` is ended: an engine that hangs must not prevent loads for ever.
+    """
+
+    def __init__(self, *, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._holds: dict[Hold, asyncio.TimerHandle] = {}
+        self.loading: Cache | None = None
+        self.changed = Broadcast()
+
+    def begin(self, pid: int) -> Hold | None:
+        """A new hold; None while a load has the device."""
+        if self.loading is not None:
+            return None
+        hold = Hold(pid)
+        loop = asyncio.get_running_loop()
+        self._holds[hold] = loop.call_later(self._limit_s, self._expire, hold)
+        return hold
+
+    def end(self, hold: Hold) -> None:
+        """End a hold; one that has ended already is left alone."""
+        timer = self._holds.pop(hold, None)
+        if timer is not None:
+            timer.cancel()
+            self.changed.fire()
+
+    def _expire(self, hold: Hold) -> None:
+        log.warning(
+            "an engine held loads off for %.0f s, that is over pid=%d", self._limit_s, hold.pid
+        )
+        self.end(hold)
+
+    def pids(self, *, but: int | None = None) -> list[int]:
+        """The processes that hold loads off, without one of them."""
+        return [hold.pid for hold in self._holds if hold.pid != but]
+
+    async def none(self, *, but: int | None = None) -> None:
+        """Return once nobody but one process holds loads off."""
+        while self.pids(but=but):
+            await self.changed.wait()
+
+    @contextlib.asynccontextmanager
+    async def device_for(self, cache: Cache) -> AsyncIterator[None]:
+        """The device for a load of this cache, as soon as no engine relies on its memory."""
+        if pids := self.pids():
+            log.info(
+                "load waits for engines that measure memory cache=%s pids=%s", cache.name, pids
+            )
+        await self.none()
+        self.loading = cache
+        try:
+            yield
+        finally:
+            self.loading = None
+            self.changed.fire()

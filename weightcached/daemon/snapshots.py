@@ -1,0 +1,170 @@
+"""Snapshots of one device's caches: the one that fits the manifest, and the child that writes one.
+
+Nothing here is needed to serve: a directory that is full, read-only, another user's or tampered
+with costs a line in the log, and the weights are loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from weightcached.config.snapshots import SnapshotSpec
+from weightcached.config.wanted import Wanted
+from weightcached.daemon.caches import Generation
+from weightcached.daemon.children import Child
+from weightcached.daemon.logs import printable
+from weightcached.errors import SnapshotError
+from weightcached.snapshot.files import Snapshot, list_snapshots, open_snapshot
+from weightcached.snapshot.writer import WriterJob
+from weightcached.system.fds import OwnedFd
+from weightcached.system.waits import end_tasks
+
+log = logging.getLogger(__name__)
+
+WhyStale = Callable[[Generation, Wanted], Awaitable[str]]
+
+
+@dataclass
+class _Writing:
+    """A snapshot that waits to be written, is written, or was."""
+
+    generation: Generation
+    task: asyncio.Task[None]
+    outcome: str = ""
+
+
+class Snapshots:
+    """spec: from the manifest; without it nothing is read or written.
+
+    socket_dir: directory of the daemon's socket, at which a writer asks for the descriptors.
+    """
+
+    def __init__(self, device: str, socket_dir: Path) -> None:
+        self._device = device
+        self._socket_dir = socket_dir
+        self.spec: SnapshotSpec | None = None
+        self._writing: dict[str, _Writing] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    async def find(self, want: Wanted, why_stale: WhyStale) -> Path | None:
+        """The newest snapshot that equals the result of a load of `want` now, or None.
+
+        The log says why each other one is not used.
+        """
+        if self.spec is None:
+            return None
+        for path in await asyncio.to_thread(
+            list_snapshots, self.spec.directory, self._device, want.name
+        ):
+            reason = await self._why_unfit(path, want, why_stale)
+            if not reason:
+                return path
+            log.info(
+                "snapshot not used cache=%s path=%s reason=%s",
+                want.name,
+                path,
+                printable(reason, 1000),
+            )
+        return None
+
+    async def _why_unfit(self, path: Path, want: Wanted, why_stale: WhyStale) -> str:
+        try:
+            snapshot = await asyncio.to_thread(open_snapshot, path)
+        except SnapshotError as e:
+            return str(e)
+        with snapshot:
+            index = snapshot.index
+        for field, wanted in (
+            ("device", self._device),
+            ("cache", want.name),
+            ("role", want.role),
+            ("spec_digest", want.spec_digest),
+        ):
+            if getattr(index, field) != wanted:
+                return f"its {field} is {getattr(index, field)}, wanted is {wanted}"
+        return await why_stale(_generation_of(snapshot), want)
+
+    def restorer(self, path: Path, python: str | None) -> list[str]:
+        """The command that brings a snapshot back, in place of the loader."""
+        return [python or sys.executable, "-P", "-m", "weightcached.snapshot.restorer", str(path)]
+
+    def write_later(self, generation: Generation, python: str | None) -> None:
+        """Have the generation written, after those before it, unless it is there already."""
+        name = generation.cache
+        begun = self._writing.get(name)
+        if self.spec is None or (begun and begun.generation is generation):
+            return
+        task = asyncio.create_task(self._write(generation, python, self.spec))
+        self._writing[name] = _Writing(generation, task)
+
+    def stop_writing(self, generation: Generation) -> None:
+        """The generation is served no longer."""
+        begun = self._writing.get(generation.cache)
+        if begun is not None and begun.generation is generation:
+            begun.task.cancel()
+            del self._writing[generation.cache]
+
+    def outcome(self, generation: Generation) -> str:
+        """The state of the generation's snapshot: "", "writing", "written", or why it failed."""
+        begun = self._writing.get(generation.cache)
+        return begun.outcome if begun and begun.generation is generation else ""
+
+    async def close(self) -> None:
+        """End the writer. The next one removes its unfinished files."""
+        await end_tasks(*(begun.task for begun in self._writing.values()))
+        self._writing.clear()
+
+    async def _write(self, generation: Generation, python: str | None, spec: SnapshotSpec) -> None:
+        name = generation.cache
+        job = WriterJob(
+            root=str(spec.directory),
+            device=self._device,
+            cache=name,
+            generation=generation.number,
+            socket_dir=str(self._socket_dir),
+            keep=spec.keep,
+            max_bytes=spec.max_bytes,
+            # Loaded although it was there: then it was no good.
+            replace=generation.source == "loaded",
+        )
+        command = [python or sys.executable, "-P", "-m", "weightcached.snapshot.writer"]
+        async with self._one_at_a_time:
+            self._note(generation, "writing")
+            error = await self._run(command, name, job)
+        self._note(generation, error or "written")
+        if error:
+            log.warning("no snapshot cache=%s generation=%d error=%s", name, job.generation, error)
+        else:
+            log.info("snapshot written cache=%s generation=%d", name, job.generation)
+
+    def _note(self, generation: Generation, outcome: str) -> None:
+        begun = self._writing.get(generation.cache)
+        if begun is not None and begun.generation is generation:
+            begun.outcome = outcome
+
+    async def _run(self, command: list[str], name: str, job: WriterJob) -> str:
+        """Why the child wrote nothing, or ""."""
+        try:
+            child = Child(
+                command, name, stdin=msgspec.json.encode(job), device=self._device, capture=True
+            )
+        except OSError as e:
+            return f"{command[0]} cannot be started: {e.strerror}"
+        async with child:
+            status = await asyncio.shield(child.exit)
+        if status == 0:
+            return ""
+        return child.last_error_line or f"the writer ended with status {status}"
+
+
+def _generation_of(snapshot: Snapshot) -> Generation:
+    """The snapshot as staleness looks at it. It holds no memory, so it has no descriptors."""
+    no_fd = OwnedFd(-1)
+    return Generation(snapshot.index, snapshot.header.index_digest, no_fd, [], "restored")
