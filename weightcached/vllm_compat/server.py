@@ -61,8 +61,8 @@ def prepare() -> str:
     import importlib
 
     for name in (*_MODULES, *_GPU_MODULES):
-        # A module that another version has under another name is imported by the engine itself.
-        with contextlib.suppress(ImportError):
+        # What another version has under another name, or cannot load here, the engine does without.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     return ""
 
