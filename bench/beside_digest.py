@@ -96,11 +96,14 @@ def start(engine: dict[str, Any]) -> tuple[float, float]:
 
 @click.command()
 @click.option("--model", required=True, help="A directory, or a Hub id in the local cache.")
+@click.option("--digest", help="Make the digests of this model instead.")
 @click.option("--load-format", default="ipc_cache", show_default=True)
 @click.option("--engine", default="{}", help="More engine arguments, as JSON.")
 @click.option("--runs", default=5, show_default=True, help="Starts of each kind.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures here.")
-def main(model: str, load_format: str, engine: str, runs: int, out: Path | None) -> None:
+def main(
+    model: str, digest: str | None, load_format: str, engine: str, runs: int, out: Path | None
+) -> None:
     arguments = {"model": model, "load_format": load_format, "skip_tokenizer_init": True}
     arguments |= json.loads(engine)
     start(arguments)  # compiled code, page cache
@@ -108,7 +111,7 @@ def main(model: str, load_format: str, engine: str, runs: int, out: Path | None)
     digests: list[float] = []
     for _ in range(runs):
         figures["alone"].append(start(arguments))
-        with digesting(model) as took:
+        with digesting(digest or model) as took:
             figures["beside"].append(start(arguments))
         digests += took
     click.echo(f"{'':8} {'start':>8} {'with imports':>13}   (medians, seconds, of {runs})")

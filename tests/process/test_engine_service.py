@@ -185,6 +185,18 @@ def test_supervisor_and_engine_killed_together(make: Make) -> None:
     assert clients.refused == []
 
 
+def test_engine_without_a_record_is_ended_by_the_next_supervisor(make: Make) -> None:
+    """As one whose supervisor was killed right after the fork."""
+    service = make(standby=0).start()
+    before = service.get()
+    service.kill_supervisor()
+    (service.home / "1/record.json").unlink()
+    service.start()
+    assert service.get()["pid"] != before["pid"]
+    assert not {before["pid"], before["core"]} & set(service.processes())
+    assert "is an engine without a record, ending it" in service.log
+
+
 def test_without_a_manager_the_socket_comes_back_from_an_engine(make: Make) -> None:
     service = make().start()
     service.until_standby()

@@ -19,11 +19,13 @@ import sys
 import time
 import traceback
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import msgspec
 
 from weightcached.engine import control
+from weightcached.engine.records import record_of, write_record
 from weightcached.errors import EngineError
 from weightcached.wire.engine_job import Activity, Job, say_error
 
@@ -147,6 +149,9 @@ class EngineChild:
 async def _serve(job: Job, module: Module, public: socket.socket, control_fd: int) -> None:
     fence_fd = os.open(job.fence, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     async with module.start(job, fence_fd) as engine:
+        if not (Path(job.directory) / "record.json").exists():
+            # A new supervisor has found no record yet, and does not know of this engine.
+            raise EngineError(f"{job.directory} was removed: no supervisor knows of this engine")
         child = EngineChild(engine, job, fence_fd, public)
         with socket.socket(fileno=control_fd) as sock:
             sock.setblocking(False)
@@ -159,6 +164,8 @@ def run(job: Job, module: Module, *, public_fd: int, control_fd: int) -> int:
     """Serve until the engine ends or is ended. Returns the exit status."""
     os.environ.update(job.environment)
     try:
+        record = record_of(job.number, job.digest, os.getpid(), job.arguments)
+        write_record(Path(job.directory), record)
         module.run(_serve(job, module, socket.socket(fileno=public_fd), control_fd))
     except KeyboardInterrupt:
         return 1

@@ -96,14 +96,15 @@ class ControlServer:
         fd = None
         try:
             result, fd = await self._handler(request.command, request.arguments)
-            reply = Reply(number=request.number, result=result)
+            data = msgspec.json.encode(Reply(number=request.number, result=result))
         except WeightcachedError as e:
-            reply = Reply(number=request.number, error=str(e))
+            data = msgspec.json.encode(Reply(number=request.number, error=str(e)))
         except Exception as e:
-            reply = Reply(number=request.number, error=f"{type(e).__name__}: {e}")
+            reason = f"{type(e).__name__}: {e}"
+            data = msgspec.json.encode(Reply(number=request.number, error=reason))
         # Nobody waits for the reply of a peer that has gone, nor of one that reads none.
         with contextlib.suppress(OSError, ProtocolError):
-            send_packet(peer, msgspec.json.encode(reply), [] if fd is None else [fd])
+            send_packet(peer, data, [] if fd is None else [fd])
 
     def close(self) -> None:
         """Take no more requests. Each task closes its own socket, after it has stopped waiting on

@@ -44,6 +44,7 @@ class StartPlan:
         return Job(
             service=self.service,
             number=number,
+            digest=self.digest,
             directory=str(directory),
             host=self.listen.host,
             port=self.listen.port,

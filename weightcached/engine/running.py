@@ -22,42 +22,15 @@ import msgspec
 
 from weightcached.engine import tree
 from weightcached.engine.control import Link
+from weightcached.engine.records import Record, write_record
 from weightcached.engine.tree import Tree, stat_of
 from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
-from weightcached.wire.engine_job import Activity, Job
-from weightcached.wire.resident import boot_id
+from weightcached.wire.engine_job import Activity
 
 log = logging.getLogger(__name__)
 
 _LONGEST_ERROR = 2000
-
-
-class Record(msgspec.Struct, kw_only=True):
-    """What is kept of an engine beside its directory. `start` is the first process's, in ticks
-    since `boot`; `since` and `serving_since` are seconds since 1970.
-    """
-
-    number: int
-    digest: str
-    pid: int
-    start: int
-    boot: str
-    since: float
-    arguments: dict[str, Any] = {}
-    serving_since: float = 0.0
-    facts: dict[str, Any] = {}
-
-
-def read_record(directory: Path) -> Record | None:
-    """The record of an engine that an earlier supervisor has started; None where it is of no
-    use.
-    """
-    try:
-        record = msgspec.json.decode((directory / "record.json").read_bytes(), type=Record)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return record if record.boot == boot_id() else None
 
 
 class Running:
@@ -157,10 +130,8 @@ class Running:
 
     def keep_record(self) -> None:
         """Write the record. A full file system is no reason not to serve."""
-        part = self.directory / "record.part"
         try:
-            part.write_bytes(msgspec.json.encode(self.record))
-            part.replace(self.directory / "record.json")
+            write_record(self.directory, self.record)
         except OSError as e:
             log.warning("engine=%d its record cannot be written: %s", self.number, e)
 
@@ -180,20 +151,6 @@ class Running:
         with contextlib.suppress(tree.TreeError):
             await tree.bury(self.tree)
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def record_of(job: Job, digest: str, pid: int) -> Record:
-    """The record of an engine just started, which may have ended already."""
-    stat = stat_of(pid, dead_too=True)
-    return Record(
-        number=job.number,
-        digest=digest,
-        pid=pid,
-        start=stat.start if stat else 0,
-        boot=boot_id(),
-        since=time.time(),
-        arguments=job.arguments,
-    )
 
 
 def is_alive(record: Record) -> bool:

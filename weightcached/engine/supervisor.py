@@ -26,12 +26,13 @@ from typing import Any
 
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
-from weightcached.engine import control, endpoint, manager, running
+from weightcached.engine import control, endpoint, manager, running, tree
 from weightcached.engine.plan import StartPlan, make_plan
-from weightcached.engine.running import Record, Running
+from weightcached.engine.records import Record, read_record, record_of
+from weightcached.engine.running import Running
 from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
-from weightcached.engine.tree import TreeError
+from weightcached.engine.tree import Tree, TreeError, all_processes
 from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import (
     EXIT_FAILURE,
@@ -46,7 +47,7 @@ from weightcached.system.paths import (
     manifest_path,
     runtime_dir,
 )
-from weightcached.system.process import become_subreaper
+from weightcached.system.process import become_subreaper, holds_file
 from weightcached.system.waits import end_tasks
 from weightcached.wire.engine_job import Job
 
@@ -277,7 +278,7 @@ class Supervisor:
                 continue
             # No number twice in one log.
             self.service.skip_to(int(directory.name) if directory.name.isdecimal() else 0)
-            record = running.read_record(directory)
+            record = read_record(directory)
             if record is not None and running.is_alive(record):
                 found.append(record)
                 continue
@@ -291,7 +292,18 @@ class Supervisor:
         self._plans[self.service.version] = current
         for record in found:
             self._take_back_one(record, versions[record.digest])
+        await self._end_strangers()
         await asyncio.gather(*(self._examine(record) for record in found))
+
+    async def _end_strangers(self) -> None:
+        """End engines that have left no record: whoever has the fence open, and belongs to none."""
+        known = {pid for engine in self._running.values() for pid in engine.tree.members}
+        for pid in {stat.session for stat in all_processes()} - known:
+            if holds_file(pid, self._fence):
+                log.warning("process %d is an engine without a record, ending it", pid)
+                stranger = Tree(pid)
+                await tree.end(stranger)
+                await tree.bury(stranger)
 
     def _take_back_one(self, record: Record, version: int) -> None:
         self.service.started(version, number=record.number)
@@ -416,7 +428,7 @@ class Supervisor:
             "engine=%d starting service=%s pid=%d version=%d %s%s",
             engine.number, self.spec.name, pid, engine.version, how, " parked" if parked else "",
         )  # fmt: skip
-        return running.record_of(job, plan.digest, pid)
+        return record_of(job.number, plan.digest, pid, job.arguments)
 
     async def _fork(self, job: Job, plan: StartPlan, control_fd: int) -> int | None:
         if self._nursery is None:

@@ -61,8 +61,8 @@ def prepare() -> str:
     import importlib
 
     for name in (*_MODULES, *_GPU_MODULES):
-        # A module that another version has under another name is imported by the engine itself.
-        with contextlib.suppress(ImportError):
+        # What another version has under another name, or cannot load here, the engine does without.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     return ""
 
@@ -241,7 +241,8 @@ def _versions() -> dict[str, str]:
     import torch
     import vllm
 
-    return {"vllm": vllm.__version__, "torch": torch.__version__}
+    # torch's is a str of a kind of its own.
+    return {"vllm": str(vllm.__version__), "torch": str(torch.__version__)}
 
 
 def _free_bytes(job: Job) -> int:

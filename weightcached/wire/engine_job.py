@@ -18,6 +18,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     service: str
     number: int
+    digest: str
     directory: str
     host: str
     port: int
