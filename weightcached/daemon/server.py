@@ -137,7 +137,7 @@ class Server:
             # Most of those that a flood left in the backlog.
             self._hang_up(sock, ticket)
             return
-        limit = self._limit_reached(sock)
+        limit = self._find_limit(sock)
         # Our own handshake is let in always: peers that fill the table must not make the watchdog
         # bite.
         if limit and peer.pid != os.getpid() and not await self._make_room(peer):
@@ -160,7 +160,7 @@ class Server:
         if not self._of_process[process]:
             del self._of_process[process]
 
-    def _limit_reached(self, sock: socket.socket) -> str:
+    def _find_limit(self, sock: socket.socket) -> str:
         """Why one more connection is too many, or ""."""
         if len(self._connections) >= MAX_CONNECTIONS:
             return f"{MAX_CONNECTIONS} connections, the maximum"

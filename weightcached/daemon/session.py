@@ -361,9 +361,9 @@ class Session:
         """Send Unmap at any time: an engine that sleeps waits for no answer."""
         task = asyncio.create_task(self._send(Unmap()))
         self._asking.add(task)
-        task.add_done_callback(self._asked)
+        task.add_done_callback(self._end_asking)
 
-    def _asked(self, task: asyncio.Task[None]) -> None:
+    def _end_asking(self, task: asyncio.Task[None]) -> None:
         self._asking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.info("a parked engine is not reached pid=%d error=%r", self._peer.pid, error)

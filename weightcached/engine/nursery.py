@@ -41,7 +41,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
 
 
-def why_not_now() -> str:
+def find_fork_obstacle() -> str:
     """Why this process must not be forked; "" where it may be."""
     # Threads of libraries (OpenBLAS has some from its import on) have fork handlers, or are found by
     # the trial.
@@ -84,7 +84,7 @@ def _reap(*_: object) -> None:
 
 def serve(sock: socket.socket, module: Module) -> None:
     """Fork an engine for every job that comes, until the supervisor is gone."""
-    refusal = module.prepare() or why_not_now() or _trial(module)
+    refusal = module.prepare() or find_fork_obstacle() or _trial(module)
     send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
     if refusal:
         return
@@ -97,7 +97,7 @@ def serve(sock: socket.socket, module: Module) -> None:
             data, fds = recv_packet(sock, max_fds=2)
         except (EOFError, OSError, ProtocolError):
             return
-        refusal = why_not_now()
+        refusal = find_fork_obstacle()
         if refusal:
             close_all(fds)
             send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))

@@ -81,7 +81,7 @@ def _memory_file(service: str) -> Path:
     return Path(base, "weightcached", "engines", f"{service}.json")
 
 
-def _remembered(service: str, digest: str) -> dict[str, Any]:
+def _read_facts(service: str, digest: str) -> dict[str, Any]:
     """Facts of the last first start with the same arguments; empty where there was none."""
     try:
         kept = json.loads(_memory_file(service).read_text(encoding="utf-8"))
@@ -112,5 +112,5 @@ def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> St
         arguments=arguments,
         environment=environment,
         devices=devices,
-        remembered=_remembered(spec.name, digest),
+        remembered=_read_facts(spec.name, digest),
     )

@@ -52,7 +52,7 @@ class Running:
         self._ending = False
         self.watch()
         if self.tree.head not in self.tree.members:
-            asyncio.get_running_loop().call_soon(self._died, self.tree.head)
+            asyncio.get_running_loop().call_soon(self._report_death, self.tree.head)
 
     @property
     def number(self) -> int:
@@ -77,9 +77,9 @@ class Running:
         for pid, fd in wanted.items():
             if pid not in self._watched:
                 self._watched[pid] = own = fd.dup()
-                loop.add_reader(own.fileno(), self._died, pid)
+                loop.add_reader(own.fileno(), self._report_death, pid)
 
-    def _died(self, pid: int) -> None:
+    def _report_death(self, pid: int) -> None:
         self.unwatch()
         what = "its first process" if pid == self.tree.head else f"its process {pid}"
         self._on_death(self.last_words() or f"{what} ended")

@@ -105,13 +105,13 @@ def run(options: Options) -> int:
     directory = service_dir(options.name, options.socket_dir)
     for part in (directory.parents[1], directory.parent, directory):
         create_runtime_dir(part)
-    with _locked(directory / "lock", options.name):
+    with _hold_lock(directory / "lock", options.name):
         become_subreaper()
         return asyncio.run(_run(options, spec, model, directory))
 
 
 @contextlib.contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
+def _hold_lock(path: Path, name: str) -> Iterator[None]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -318,7 +318,7 @@ class Supervisor:
         try:
             answer = await self._running[number].ask("ready", timeout_s=self.spec.hang_s)
         except EngineError as e:
-            self._failed(number, str(e))
+            self._end_failed(number, str(e))
             return
         log.info("engine=%d taken back serving=%s", number, answer["serving"])
         self.service.ready(number)
@@ -397,7 +397,7 @@ class Supervisor:
             record = await self._spawn(engine, plan, parked=parked)
             self._follow(record)
         except (OSError, EngineError) as e:
-            self._failed(engine.number, f"it cannot be started: {e}")
+            self._end_failed(engine.number, f"it cannot be started: {e}")
             return
         finally:
             # Who ends it waits for this: half started, it could not be found.
@@ -455,7 +455,7 @@ class Supervisor:
             record,
             self._directory / str(number),
             self._fence,
-            lambda reason: self._failed(number, reason),
+            lambda reason: self._end_failed(number, reason),
         )
 
     async def _until_ready(self, number: int) -> None:
@@ -465,7 +465,7 @@ class Supervisor:
         except EngineError as e:
             # Where its first process has ended, that is the better reason.
             await asyncio.sleep(0.1)
-            self._failed(number, str(e))
+            self._end_failed(number, str(e))
             return
         if number not in self.service.engines:
             return
@@ -489,7 +489,7 @@ class Supervisor:
         try:
             took = await self._take_endpoint(number)
         except EngineError as e:
-            self._failed(number, f"it cannot take over: {e}")
+            self._end_failed(number, f"it cannot take over: {e}")
             return
         if engine.phase is not Phase.PROMOTING:
             return
@@ -548,7 +548,7 @@ class Supervisor:
                 "demote", timeout_s=drain_s + SLEEP_TIMEOUT_S, drain_s=drain_s
             )
         except EngineError as e:
-            self._failed(number, f"it cannot be parked: {e}")
+            self._end_failed(number, f"it cannot be parked: {e}")
             return
         log.info(
             "engine=%d drained service=%s after=%.3fs sleep=%.3fs cut=%d", number, self.spec.name,
@@ -558,7 +558,7 @@ class Supervisor:
         self.service.parked(number)
         self._step()
 
-    def _failed(self, number: int, reason: str) -> None:
+    def _end_failed(self, number: int, reason: str) -> None:
         engine = self.service.engines.get(number)
         if engine is None or engine.phase is Phase.ENDING:
             return
@@ -603,7 +603,7 @@ class Supervisor:
                 await engine.ping(timeout_s=self.spec.hang_s)
             except EngineError as e:
                 if self.service.engines.get(number) is not None:
-                    self._failed(number, f"it hangs: {e}" if e.timed_out else str(e))
+                    self._end_failed(number, f"it hangs: {e}" if e.timed_out else str(e))
                 return
             engine.watch()
             self._sleep_if_idle(number, engine)
@@ -626,12 +626,12 @@ class Supervisor:
         )
         loop = asyncio.get_running_loop()
         if wanted and not self._listening_for_wake:
-            loop.add_reader(self._public.fileno(), self._connected)
+            loop.add_reader(self._public.fileno(), self._wake_for_client)
         elif self._listening_for_wake and not wanted:
             loop.remove_reader(self._public.fileno())
         self._listening_for_wake = wanted
 
-    def _connected(self) -> None:
+    def _wake_for_client(self) -> None:
         log.info("service=%s somebody connects, waking", self.spec.name)
         self.service.awake = True
         self._step()
@@ -759,13 +759,13 @@ class Supervisor:
         log.info("service=%s restarting version=%d", spec.name, version)
         self._drop_nursery()
         self._step()
-        await self._wait(lambda: self.service.version != version or self._settled(version))
+        await self._wait(lambda: self.service.version != version or self._has_settled(version))
         if self.service.version != version:
             raise EngineError(
                 f"the new engine cannot be started, the old one serves on: {self.service.error}"
             )
 
-    def _settled(self, version: int) -> bool:
+    def _has_settled(self, version: int) -> bool:
         serving = self.service.serving
         return (serving is not None and serving.version == version) or (
             not self.service.awake

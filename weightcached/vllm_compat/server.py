@@ -61,8 +61,8 @@ def prepare() -> str:
     import importlib
 
     for name in (*_MODULES, *_GPU_MODULES):
-        # A module that another version has under another name is imported by the engine itself.
-        with contextlib.suppress(ImportError):
+        # What another version has under another name, or cannot load here, the engine does without.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     return ""
 
@@ -191,7 +191,7 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
 
         with mock.patch.object(entry, "serve_http", serve):
             serving = asyncio.ensure_future(entry.build_and_serve(client, address, sock, args))
-            server = await _started(serving, apps)
+            server = await _await_server(serving, apps)
         yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping(), free=free)
 
 
@@ -261,7 +261,7 @@ def _is_as_remembered(job: Job) -> bool:
     return _free_bytes(job) >= wanted
 
 
-async def _started(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
+async def _await_server(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
     """The uvicorn server, once it accepts on the private socket."""
     while not serving.done():
         server = getattr(apps[0].state, "server", None) if apps else None
