@@ -96,7 +96,7 @@ def listed(caches: Sequence[Held]) -> str:
 def _engines(cache: Held) -> str:
     if not cache.engines:
         return "no engine"
-    return f"pid {', '.join(str(engine.pid) for engine in cache.engines)}"
+    return ", ".join(engine.name for engine in cache.engines)
 
 
 def remedies(caches: Sequence[Held]) -> str:

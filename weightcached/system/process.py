@@ -55,6 +55,20 @@ def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
         return None
 
 
+def label_of_this_process() -> str:
+    """Its pid and cgroup as it sees them itself, e.g. "pid 7 in docker-3f2a.scope on node4": for whoever is in
+    another pid namespace.
+    """
+    try:
+        cgroups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        cgroups = ""
+    # "0::/…" of the unified hierarchy comes last; in a cgroup namespace of its own it is "/".
+    path = (cgroups.splitlines() or [""])[-1].rpartition(":")[2]
+    own = f" in {path.rpartition('/')[2]}" if path.strip("/") else ""
+    return f"pid {os.getpid()}{own} on {socket.gethostname()}"
+
+
 def holds_file(pid: int, path: Path) -> bool:
     """Whether the process has `path` open: of an engine's processes, those that hold its fence are
     the engine; a compiler that it runs is not.
