@@ -44,7 +44,7 @@ class Peer:
 def identify(sock: socket.socket) -> Peer:
     """The peer of a connected socket. Raises PeerRefusedError unless it runs as our own user."""
     try:
-        pid, uid, _ = peer_credentials(sock)
+        pid, uid = peer_credentials(sock)
     except OSError as e:
         raise PeerRefusedError(
             f"cannot read the uid of this connection's peer ({e}): the connection is refused"

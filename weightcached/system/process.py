@@ -29,7 +29,6 @@ class Credentials(NamedTuple):
 
     pid: int
     uid: int
-    gid: int
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
@@ -37,7 +36,8 @@ def peer_credentials(sock: socket.socket) -> Credentials:
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     if len(data) != _UCRED.size:
         raise OSError(f"SO_PEERCRED gave {len(data)} bytes")
-    return Credentials._make(_UCRED.unpack(data))
+    pid, uid, _ = _UCRED.unpack(data)
+    return Credentials(pid, uid)
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
