@@ -32,11 +32,11 @@ def external_bytes(device: DeviceBudget, *, own: int, others: int) -> int:
     other caches. `others` counts only as far as the device has no room for it: two engines that fit
     side by side lose nothing.
     """
-    lacking = _requested(device) - own - device.free + _headroom(device)
+    lacking = _requested_bytes(device) - own - device.free + _headroom(device)
     return own + min(others, max(0, lacking))
 
 
-def _requested(device: DeviceBudget) -> int:
+def _requested_bytes(device: DeviceBudget) -> int:
     # As vLLM rounds it.
     return math.ceil(device.total * device.utilization)
 
@@ -47,12 +47,12 @@ def _headroom(device: DeviceBudget) -> int:
 
 def starts(device: DeviceBudget, external: int) -> bool:
     """Whether vLLM's check before the load passes with this answer."""
-    return 0 < _requested(device) - external <= device.free
+    return 0 < _requested_bytes(device) - external <= device.free
 
 
 def engine_bytes(device: DeviceBudget, external: int) -> int:
     """Bytes for the engine's own use: weights that it does not map, activations, KV cache."""
-    return _requested(device) - external
+    return _requested_bytes(device) - external
 
 
 def best_utilization(device: DeviceBudget, *, own: int, others: int) -> float | None:
@@ -96,7 +96,7 @@ def listed(caches: Sequence[Held]) -> str:
 def _engines(cache: Held) -> str:
     if not cache.engines:
         return "no engine"
-    return f"pid {', '.join(str(engine.pid) for engine in cache.engines)}"
+    return ", ".join(engine.name for engine in cache.engines)
 
 
 def remedies(caches: Sequence[Held]) -> str:
