@@ -481,8 +481,9 @@ def test_unix_socket(make: Make, short_tmp: Path) -> None:
 
 
 def test_random_kills(make: Make) -> None:
-    """Any process of any engine and the supervisor, in any state: clients are never refused, and
-    nothing is left over. WEIGHTCACHED_KILLS for more of them.
+    """Kill any process in any state: clients are never refused, and nothing is left over.
+
+    WEIGHTCACHED_KILLS: how many.
     """
     kills = int(os.environ.get("WEIGHTCACHED_KILLS", "25"))
     seed = int(os.environ.get("WEIGHTCACHED_SEED", time.time_ns() % 10**6))
