@@ -23,7 +23,7 @@ _unseen = itertools.count(-1, -1)
 class Peer:
     """A connected process of our user. pid: 0 if it lives in a pid namespace that we cannot see.
 
-    process: tells processes apart nevertheless. label: what the peer says that it is, for people.
+    process: tells processes apart nevertheless. label: the peer's own name, for people.
     """
 
     def __init__(self, pid: int, process: int = 0, label: str = "") -> None:

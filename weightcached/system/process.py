@@ -77,7 +77,7 @@ def holds_file(pid: int, path: Path) -> bool:
     try:
         with os.scandir(f"/proc/{pid}/fd") as fds:
             for fd in fds:
-                # The name alone: to look at the file itself could hang, where its file system does.
+                # The name alone: looking at the file itself could hang with its file system.
                 with contextlib.suppress(OSError):
                     if os.readlink(fd.path) == wanted:
                         return True
