@@ -32,11 +32,11 @@ def external_bytes(device: DeviceBudget, *, own: int, others: int) -> int:
     other caches. `others` counts only as far as the device has no room for it: two engines that fit
     side by side lose nothing.
     """
-    lacking = _requested(device) - own - device.free + _headroom(device)
+    lacking = _requested_bytes(device) - own - device.free + _headroom(device)
     return own + min(others, max(0, lacking))
 
 
-def _requested(device: DeviceBudget) -> int:
+def _requested_bytes(device: DeviceBudget) -> int:
     # As vLLM rounds it.
     return math.ceil(device.total * device.utilization)
 
@@ -47,12 +47,12 @@ def _headroom(device: DeviceBudget) -> int:
 
 def starts(device: DeviceBudget, external: int) -> bool:
     """Whether vLLM's check before the load passes with this answer."""
-    return 0 < _requested(device) - external <= device.free
+    return 0 < _requested_bytes(device) - external <= device.free
 
 
 def engine_bytes(device: DeviceBudget, external: int) -> int:
     """Bytes for the engine's own use: weights that it does not map, activations, KV cache."""
-    return _requested(device) - external
+    return _requested_bytes(device) - external
 
 
 def best_utilization(device: DeviceBudget, *, own: int, others: int) -> float | None:
@@ -80,11 +80,11 @@ def no_room(
     others = sum(cache.nbytes for cache in caches)
     lower = best_utilization(device, own=own, others=others)
     what = f", its weights alone take {bytes_text(needed)}" if needed > left > 0 else ""
-    mend = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
+    remedy = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
     return (
         f"no room on the device: --gpu-memory-utilization {device.utilization} of {bytes_text(device.total)} leaves "
         f"{bytes_text(max(left, 0))} for this engine{what}, {bytes_text(device.free)} are free, the daemon holds "
-        f"{listed(caches)}; {mend + ' beside them; ' if mend else ''}{remedies(caches)}"
+        f"{listed(caches)}; {remedy + ' beside them; ' if remedy else ''}{remedies(caches)}"
     )
 
 
@@ -96,7 +96,7 @@ def listed(caches: Sequence[Held]) -> str:
 def _engines(cache: Held) -> str:
     if not cache.engines:
         return "no engine"
-    return f"pid {', '.join(str(engine.pid) for engine in cache.engines)}"
+    return ", ".join(engine.name for engine in cache.engines)
 
 
 def remedies(caches: Sequence[Held]) -> str:

@@ -410,7 +410,7 @@ class LeaseKeeper:
         poll.register(self._wake.fileno(), select.POLLIN)
         while not self._stop.is_set():
             try:
-                self._say_parked()
+                self._tell_parked()
                 ready = dict(poll.poll())
                 if self._wake.fileno() in ready:
                     os.eventfd_read(self._wake.fileno())
@@ -421,7 +421,7 @@ class LeaseKeeper:
                 return not self._stop.is_set()
         return False
 
-    def _say_parked(self) -> None:
+    def _tell_parked(self) -> None:
         parked = self._parked
         if parked != self._parked_there and self._connection.welcome.parking:
             # _listen_once() reads its Done, as all messages.

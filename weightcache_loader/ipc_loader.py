@@ -97,7 +97,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if parked_start.starts_parked(vllm_config):
             parked_start.check(vllm_config)
             parked_start.do_not_check_free_memory()
-        found = [self._decided(vllm_config, vllm_config.model_config)]
+        found = [self._decide_for_role(vllm_config, vllm_config.model_config)]
         if drafts.loads_here(vllm_config):
             config = drafts.draft_config(vllm_config)
             # vLLM asks once, the target's loader, for both; the draft's own is made later, from the
@@ -105,7 +105,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             if isinstance(
                 loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader
             ):
-                found.append(loader._decided(config, config.speculative_config.draft_model_config))
+                found.append(
+                    loader._decide_for_role(config, config.speculative_config.draft_model_config)
+                )
         if any(decision.attachment is not None for decision in found):
             build.freeze_heap()
         self._hold_loads(vllm_config, [outcome.reason for outcome in found])
@@ -130,7 +132,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             state_timeout_s=self.options.state_timeout_s,
         )
 
-    def _decided(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
+    def _decide_for_role(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         self._take_role(vllm_config, model_config)
         return self._decide(vllm_config, model_config)
 
@@ -153,9 +155,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             return own
         reasons = [decision.reason for decision in found if decision.reason is not None]
         caches = self._resident(vllm_config, reasons)
-        rows = {(cache.cache, cache.generation) for cache in caches}
-        counted = sum(self._own_bytes(d) for d in found if _generation_of(d) in rows)
-        others = sum(cache.nbytes for cache in caches) - counted
+        # Not by own bytes: a generation also holds its private segment, which engines copy.
+        mapped = {_generation_of(decision) for decision in found}
+        others = sum(c.nbytes for c in caches if (c.cache, c.generation) not in mapped)
         if parked_start.starts_parked(vllm_config):
             # Another engine has the device's memory now, and will give it back first.
             return own + others

@@ -147,6 +147,8 @@ class DaemonProcess:
         self.env: dict[str, str] = {}
         self.loader_command: str | None = LOADER
         self.module = "weightcached"
+        # Run by this, e.g. in a namespace of its own.
+        self.prefix: list[str] = []
         self.limits: dict[int, tuple[int, int]] = {}
         if models is not None:
             write_manifest(self.manifest, models)
@@ -183,7 +185,7 @@ class DaemonProcess:
             command = ["prlimit", f"--{option}={soft}:{hard}", *command]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                command,
+                [*self.prefix, *command],
                 stderr=log,
                 cwd=ROOT,
                 pass_fds=list(stored.values()),

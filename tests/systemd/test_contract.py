@@ -19,6 +19,7 @@ from tests.fakes.daemon import LOADER, ROOT, model, until, write_manifest
 from tests.fakes.pauses import Pauses
 from tests.systemd.conftest import SETTINGS, Unit, product_unit
 from tests.systemd.manager import PrivateManager
+from weightcached.index.tensors import FORMAT_VERSION
 
 BURST = 10
 
@@ -83,7 +84,7 @@ def test_index_of_an_older_format_in_the_store_is_loaded_anew(
     unit.install().systemctl("restart")
     assert (unit.cache().source, unit.cache().state, unit.loads()) == ("loaded", "ready", 2)
     assert (
-        "descriptors=3 reason=tensor index has format version 0, this software reads 1"
+        f"descriptors=3 reason=tensor index has format version 0, this software reads {FORMAT_VERSION}"
         in unit.log()
     )
     # Of the old set nothing is left.

@@ -243,7 +243,7 @@ def test_memory_is_kept_while_an_engine_wakes_unless_it_may_have_to_wait_for_a_l
         kept.append("kept")
         yield
 
-    context = vllm_worker._unless_unmapped(memory_kept)
+    context = vllm_worker._skip_if_unmapped(memory_kept)
     models = [SimpleNamespace(state=mapped.State.PARKED)]
     monkeypatch.setattr(mapped, "of_process", lambda: iter(models))
     with context():

@@ -120,6 +120,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                                 "parked": False,
                                 "generation": 0,
                                 "bytes": 0,
+                                "label": "",
                             }
                         ],
                         "load_phases": {"weights": 1.5, "proving": 0.25},

@@ -244,9 +244,9 @@ def _choose(root: str, formats: list[str]) -> set[str]:
         for pattern in _PATTERNS[load_format]:
             found = _matching(root, pattern)
             if pattern.endswith(".safetensors") and load_format in _INDEXES:
-                found = _indexed(root, found, _INDEXES[load_format])
+                found = _read_index_file(root, found, _INDEXES[load_format])
             elif pattern == "*.bin":
-                _indexed(root, found, _BIN_INDEX)
+                _read_index_file(root, found, _BIN_INDEX)
             found = {name for name in found if not name.endswith(_TRAINING_STATE)}
             if found:
                 names |= found
@@ -264,7 +264,7 @@ def _matching(root: str, pattern: str) -> set[str]:
     }
 
 
-def _indexed(root: str, found: set[str], index_name: str) -> set[str]:
+def _read_index_file(root: str, found: set[str], index_name: str) -> set[str]:
     """The files that the index names, which must exist; without an index, the files found."""
     path = os.path.join(root, index_name)
     if not os.path.lexists(path):

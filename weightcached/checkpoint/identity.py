@@ -293,7 +293,7 @@ def decide(
         # Of other files: its digests say nothing here.
         asked = msgspec.structs.replace(asked, sample="", full="")
     pairs = list(zip(ours, theirs, strict=True))
-    refuted = _refuted(cached, asked, pairs)
+    refuted = _find_difference(cached, asked, pairs)
     if refuted:
         return Different(refuted)
     if all(a.stat == b.stat for a, b in pairs):
@@ -349,7 +349,9 @@ def _without(cached: str, asked: str) -> tuple[Side, ...]:
     return tuple(side for side, digest in sides if not digest)
 
 
-def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity, pairs: list[_Pair]) -> str:
+def _find_difference(
+    cached: CheckpointIdentity, asked: CheckpointIdentity, pairs: list[_Pair]
+) -> str:
     """Why the two cannot be equal, or nothing."""
     for ours, theirs in pairs:
         if ours.size != theirs.size:

@@ -19,7 +19,7 @@ _STYLES = {
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows, the first being the head, as lines with aligned columns, two spaces apart."""
     if sys.stdout.isatty():
-        return _coloured(rows)
+        return _colour(rows)
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -41,7 +41,7 @@ def mark(word: str) -> str:
     return capture.get()
 
 
-def _coloured(rows: Sequence[Sequence[str]]) -> list[str]:
+def _colour(rows: Sequence[Sequence[str]]) -> list[str]:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator
 
 from weightcached.daemon.caches import Cache
@@ -24,13 +23,13 @@ LIMIT_S = 600.0
 
 
 class Hold:
-    """One engine's hold. pid: 0 if it cannot be seen."""
+    """One engine's hold. process: tells it from others; name: for people."""
 
-    __slots__ = ("began_s", "pid")
+    __slots__ = ("name", "process")
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.began_s = time.monotonic()
+    def __init__(self, process: int, name: str) -> None:
+        self.process = process
+        self.name = name
 
 
 class Holds:
@@ -45,11 +44,11 @@ class Holds:
         self.loading: Cache | None = None
         self.changed = Broadcast()
 
-    def begin(self, pid: int) -> Hold | None:
+    def begin(self, process: int, name: str) -> Hold | None:
         """A new hold; None while a load has the device."""
         if self.loading is not None:
             return None
-        hold = Hold(pid)
+        hold = Hold(process, name)
         loop = asyncio.get_running_loop()
         self._holds[hold] = loop.call_later(self._limit_s, self._expire, hold)
         return hold
@@ -62,26 +61,24 @@ class Holds:
             self.changed.fire()
 
     def _expire(self, hold: Hold) -> None:
-        log.warning(
-            "an engine held loads off for %.0f s, that is over pid=%d", self._limit_s, hold.pid
-        )
+        log.warning("%s held loads off for %.0f s: that is over", hold.name, self._limit_s)
         self.end(hold)
 
-    def pids(self, *, but: int | None = None) -> list[int]:
+    def names(self, *, but: int | None = None) -> list[str]:
         """The processes that hold loads off, without one of them."""
-        return [hold.pid for hold in self._holds if hold.pid != but]
+        return [hold.name for hold in self._holds if hold.process != but]
 
     async def none(self, *, but: int | None = None) -> None:
         """Return once nobody but one process holds loads off."""
-        while self.pids(but=but):
+        while self.names(but=but):
             await self.changed.wait()
 
     @contextlib.asynccontextmanager
     async def device_for(self, cache: Cache) -> AsyncIterator[None]:
         """The device for a load of this cache, as soon as no engine relies on its memory."""
-        if pids := self.pids():
+        if names := self.names():
             log.info(
-                "load waits for engines that measure memory cache=%s pids=%s", cache.name, pids
+                "load waits for engines that measure memory cache=%s engines=%s", cache.name, names
             )
         await self.none()
         self.loading = cache

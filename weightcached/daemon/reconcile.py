@@ -22,7 +22,7 @@ from weightcached.checkpoint.identity import CheckpointIdentity, record_checkpoi
 from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
-from weightcached.daemon.caches import Cache, Caches, Generation
+from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import Holds
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
+# How often a rank looks for peers that have restored theirs, or had it all along.
+_PEERS_PERIOD_S = 2.0
 
 
 class Plan(NamedTuple):
@@ -247,18 +249,19 @@ class Reconciler:
             # Asked for by several that were lost, they all met the first time.
             if cache.generation is None or not await self._peers.lacks(want):
                 continue
-            run = self._start(want, None, at_once=True)
-            try:
-                delivery = await run.delivery()
-            except (LoadFailedError, OSError) as e:
-                log.warning("did not load along cache=%s error=%s", want.name, e)
-            else:
-                close_all([delivery.index_fd, *delivery.segment_fds])
-                log.info("loaded along cache=%s", want.name)
-            finally:
-                cache.end_load()
-                await run.discard()
-                self._caches.changed.fire()
+            async with self._holds.device_for(cache):
+                run = self._start(want, None, at_once=True, along=True)
+                try:
+                    delivery = await run.delivery()
+                except (LoadFailedError, OSError) as e:
+                    log.warning("did not load along cache=%s error=%s", want.name, e)
+                else:
+                    close_all([delivery.index_fd, *delivery.segment_fds])
+                    log.info("loaded along cache=%s", want.name)
+                finally:
+                    cache.end_load()
+                    await run.discard()
+                    self._caches.changed.fire()
 
     async def retry(self) -> None:
         """Load the caches that are due to be tried again, by the manifest as last read."""
@@ -339,7 +342,7 @@ class Reconciler:
         looking.add_done_callback(self._looking.discard)
 
     async def _look_at_checkpoint(self, cache: Cache, want: Wanted) -> None:
-        """Learn what an engine must not wait for: a load of other weights than its own."""
+        """Find loads that an engine must not wait for: those of other weights than its own."""
         checkpoint = await asyncio.to_thread(_checkpoint_of, want)
         if self._wanted.get(want.name) is want:
             cache.checkpoint = checkpoint
@@ -384,19 +387,20 @@ class Reconciler:
             cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
             self.retries.failed(cache.name)
 
-    def _start(self, want: Wanted, look: Staleness | None, *, at_once: bool) -> QueuedRun:
+    def _start(
+        self, want: Wanted, look: Staleness | None, *, at_once: bool, along: bool = False
+    ) -> QueuedRun:
         turn = asyncio.Event()
         if at_once:
             turn.set()
         cache = self._caches.ensure(want.name, want.role)
-        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, look, turn)))
+        run = self._run_loader(cache, want, look, turn, along=along)
+        return QueuedRun(turn, asyncio.create_task(run))
 
     async def _load(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         began_s = time.monotonic()
         try:
-            if want.spec.rendezvous is not None and self._peers is not None:
-                await self._peers.call(want)
             delivery = await run.delivery()
         except LoadFailedError as e:
             self._record_failure(cache, e)
@@ -417,7 +421,13 @@ class Reconciler:
         )
 
     async def _run_loader(
-        self, cache: Cache, want: Wanted, look: Staleness | None, turn: asyncio.Event
+        self,
+        cache: Cache,
+        want: Wanted,
+        look: Staleness | None,
+        turn: asyncio.Event,
+        *,
+        along: bool,
     ) -> Delivery:
         load = cache.begin_load()
 
@@ -450,7 +460,27 @@ class Reconciler:
                     path,
                     e,
                 )
-        return await run().run()
+        if want.spec.rendezvous is None or self._peers is None or along:
+            return await run().run()
+        caller = asyncio.create_task(self._call_peers(self._peers, want, load, turn))
+        try:
+            return await run().run()
+        finally:
+            caller.cancel()
+            await asyncio.gather(caller, return_exceptions=True)
+
+    async def _call_peers(
+        self, peers: GroupPeers, want: Wanted, load: LoadProgress, turn: asyncio.Event
+    ) -> None:
+        """Until the ranks have met, ask those to load along that serve and would not come."""
+        await turn.wait()
+        asked: set[str] = set()
+        while True:
+            asked |= await peers.call(want, but=asked)
+            await asyncio.sleep(_PEERS_PERIOD_S)
+            # The key is told right after the meeting.
+            if load.key is not None:
+                return
 
     def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
         placement = want.spec.placement_of(self._device)
@@ -575,9 +605,11 @@ class Reconciler:
         """Free its memory, at once, or once no engine relies on the device's memory but process `by`."""
         self._snapshots.stop_writing(generation)
         self._matcher.forget(generation)
-        if pids := self._holds.pids(but=by):
+        if names := self._holds.names(but=by):
             log.info(
-                "freed once engines have measured memory cache=%s pids=%s", generation.cache, pids
+                "freed once engines have measured memory cache=%s engines=%s",
+                generation.cache,
+                names,
             )
             task = asyncio.create_task(self._free_later(generation, by))
             self._freeing.add(task)
@@ -613,7 +645,7 @@ def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
     try:
         return with_sample(record_checkpoint(**checkpoint_arguments(want.spec.engine, want.role)))
     except (WeightcachedError, OSError, TypeError, ValueError) as e:
-        log.debug("no telling what is to be loaded cache=%s: %s", want.name, e)
+        log.debug("cannot tell which checkpoint will be loaded cache=%s: %s", want.name, e)
         return None
 
 

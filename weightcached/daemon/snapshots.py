@@ -63,7 +63,7 @@ class Snapshots:
         for path in await asyncio.to_thread(
             list_snapshots, self.spec.directory, self._device, want.name
         ):
-            reason = await self._why_unfit(path, want, why_stale)
+            reason = await self._find_misfit(path, want, why_stale)
             if not reason:
                 return path
             log.info(
@@ -74,7 +74,7 @@ class Snapshots:
             )
         return None
 
-    async def _why_unfit(self, path: Path, want: Wanted, why_stale: WhyStale) -> str:
+    async def _find_misfit(self, path: Path, want: Wanted, why_stale: WhyStale) -> str:
         try:
             snapshot = await asyncio.to_thread(open_snapshot, path)
         except SnapshotError as e:

@@ -1,4 +1,4 @@
-"""One engine of a service, in a process of its own: what the supervisor may ask of it.
+"""One engine of a service, in its own process: it answers the supervisor's questions.
 
     python -m weightcached.engine.child MODULE     the job on standard input, sockets as descriptors 3 and 4
 
@@ -19,11 +19,13 @@ import sys
 import time
 import traceback
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import msgspec
 
 from weightcached.engine import control
+from weightcached.engine.records import record_of, write_record
 from weightcached.errors import EngineError
 from weightcached.wire.engine_job import Activity, Job, say_error
 
@@ -33,7 +35,7 @@ _FENCE_RETRY_S = 0.002
 
 
 class AsyncEngine(Protocol):
-    """What makes the engine offers. `facts` are for the supervisor's record."""
+    """The interface of the engine that MODULE makes. facts: for the supervisor's record."""
 
     @property
     def asleep(self) -> bool: ...
@@ -44,16 +46,15 @@ class AsyncEngine(Protocol):
 
     async def wake(self) -> None: ...
     async def sleep(self) -> None:
-        """Give back what an engine without requests need not have; do nothing where that is
-        nothing.
-        """
+        """Free memory that an engine without requests does not need, if there is any."""
 
     async def accept_on(self, sock: socket.socket) -> None:
         """Serve clients of `sock`, which is owned from here on."""
 
     async def stop_accepting(self, drain_s: float) -> int:
-        """Take no new connection, let those that are there end, for at most `drain_s`. Returns how
-        many were cut off.
+        """Take no new connection; let present ones end, for at most `drain_s`.
+
+        Returns how many were cut off.
         """
 
     async def ended(self) -> None:
@@ -61,13 +62,13 @@ class AsyncEngine(Protocol):
 
 
 class Module(Protocol):
-    """What MODULE has."""
+    """The interface of MODULE."""
 
     def prepare(self) -> str:
         """Import what engines need. Returns why engines cannot be forked after that, or ""."""
 
     def try_in_fork(self) -> None:
-        """Do what would hang in a forked process, if anything does."""
+        """Do an operation that would hang in a badly forked process."""
 
     def run(self, main: Any) -> None:
         """Run the coroutine to its end on the event loop that the engine wants."""
@@ -147,6 +148,9 @@ class EngineChild:
 async def _serve(job: Job, module: Module, public: socket.socket, control_fd: int) -> None:
     fence_fd = os.open(job.fence, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     async with module.start(job, fence_fd) as engine:
+        if not (Path(job.directory) / "record.json").exists():
+            # A new supervisor has found no record yet, and does not know of this engine.
+            raise EngineError(f"{job.directory} was removed: no supervisor knows of this engine")
         child = EngineChild(engine, job, fence_fd, public)
         with socket.socket(fileno=control_fd) as sock:
             sock.setblocking(False)
@@ -159,6 +163,8 @@ def run(job: Job, module: Module, *, public_fd: int, control_fd: int) -> int:
     """Serve until the engine ends or is ended. Returns the exit status."""
     os.environ.update(job.environment)
     try:
+        record = record_of(job.number, job.digest, os.getpid(), job.arguments)
+        write_record(Path(job.directory), record)
         module.run(_serve(job, module, socket.socket(fileno=public_fd), control_fd))
     except KeyboardInterrupt:
         return 1

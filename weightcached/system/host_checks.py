@@ -48,10 +48,10 @@ def lingers(uid: int) -> bool:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         return False
-    return (LINGER_DIR / _escaped(name)).exists()
+    return (LINGER_DIR / _escape(name)).exists()
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     """Escaped as by systemd's cescape(): user names may have backslashes, spaces or umlauts."""
     return "".join(
         _ESCAPES.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}")

@@ -29,7 +29,6 @@ class Credentials(NamedTuple):
 
     pid: int
     uid: int
-    gid: int
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
@@ -37,7 +36,8 @@ def peer_credentials(sock: socket.socket) -> Credentials:
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     if len(data) != _UCRED.size:
         raise OSError(f"SO_PEERCRED gave {len(data)} bytes")
-    return Credentials._make(_UCRED.unpack(data))
+    pid, uid, _ = _UCRED.unpack(data)
+    return Credentials(pid, uid)
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
@@ -55,6 +55,20 @@ def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
         return None
 
 
+def label_of_this_process() -> str:
+    """Its pid and cgroup as it sees them itself, e.g. "pid 7 in docker-3f2a.scope on node4": for whoever is in
+    another pid namespace.
+    """
+    try:
+        cgroups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        cgroups = ""
+    # "0::/…" of the unified hierarchy comes last; in a cgroup namespace of its own it is "/".
+    path = (cgroups.splitlines() or [""])[-1].rpartition(":")[2]
+    own = f" in {path.rpartition('/')[2]}" if path.strip("/") else ""
+    return f"pid {os.getpid()}{own} on {socket.gethostname()}"
+
+
 def holds_file(pid: int, path: Path) -> bool:
     """Whether the process has `path` open: of an engine's processes, those that hold its fence are
     the engine; a compiler that it runs is not.
@@ -63,7 +77,7 @@ def holds_file(pid: int, path: Path) -> bool:
     try:
         with os.scandir(f"/proc/{pid}/fd") as fds:
             for fd in fds:
-                # The name alone: to look at the file itself could hang, where its file system does.
+                # The name alone: looking at the file itself could hang with its file system.
                 with contextlib.suppress(OSError):
                     if os.readlink(fd.path) == wanted:
                         return True

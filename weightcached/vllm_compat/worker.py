@@ -64,7 +64,7 @@ def install(
     wrap_once(
         worker,
         "wake_up",
-        lambda original: _within(_unless_unmapped(memory_kept), _wake_up(original)),
+        lambda original: _within(_skip_if_unmapped(memory_kept), _wake_up(original)),
     )
     wrap_once(worker, "compile_or_warm_up_model", lambda o: _then(on_started, _warm_up(o)))
     on_cpu = getattr(sys.modules.get("vllm.v1.worker.cpu_worker"), "CPUWorker", None)
@@ -130,7 +130,7 @@ def _within(context: Callable[[], AbstractContextManager[None]], function: Any) 
     return within
 
 
-def _unless_unmapped(
+def _skip_if_unmapped(
     memory_kept: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], AbstractContextManager[None]]:
     """An engine that was unmapped may have to wait for a load before it wakes: it must not hold that off."""
@@ -214,7 +214,7 @@ def _memory_pool(original: Any) -> Any:
         if tag != "kv_cache" or not _uses_backend(self.vllm_config):
             return original(self, tag)
         parked = parked_start.starts_parked(self.vllm_config)
-        reason = _why_not_ours(self.vllm_config)
+        reason = _find_obstacle(self.vllm_config)
         if not reason:
             return _in_kv_pool(parked)
         if parked:
@@ -233,7 +233,7 @@ def _uses_backend(vllm_config: Any) -> bool:
     )
 
 
-def _why_not_ours(vllm_config: Any) -> str:
+def _find_obstacle(vllm_config: Any) -> str:
     """Why this engine's KV cache cannot lie over scratch memory while it sleeps, or ""."""
     connector = getattr(vllm_config, "kv_transfer_config", None)
     if connector is not None:
