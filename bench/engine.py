@@ -1,4 +1,4 @@
-"""What people feel of an engine service: first start, takeover, rolling restart, turns, memory.
+"""An engine service as its users feel it: first start, takeover, rolling restart, turns, memory.
 
     python bench/engine.py --model /tmp/m8 --second /tmp/m1 --make 8b --budget 480 --json out.json --logs logs
     python bench/engine.py --model /tmp/tiny --make tiny --device cpu0 --kills 2 --sections kill
@@ -49,7 +49,7 @@ SECTIONS = ("kill", "restart", "memory", "daemon", "supervisor", "switch", "star
 START_TIMEOUT_S = 150.0
 DAEMON_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 60.0
-# figure: (limit, what it is)
+# figure: (limit, description)
 LIMITS = {
     "kill_median_s": (0.7, "SIGKILL to next token, median"),
     "kill_worst_s": (1.5, "SIGKILL to next token, worst"),
@@ -116,7 +116,7 @@ def environment() -> dict[str, str]:
 def until(
     condition: Callable[[], Any], what: str, *, timeout_s: float, poll_s: float = 0.01
 ) -> Any:
-    """What the condition gives once it is true."""
+    """The value of the condition once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         if time.monotonic() > deadline:
@@ -168,8 +168,9 @@ def ask(connection: http.client.HTTPConnection, tokens: int) -> list[int]:
 
 
 class Clients:
-    """Clients that ask all the time. `answers` are times of answers; a connection that is closed
-    after an answer is opened again.
+    """Clients that ask all the time. answers: times of answers.
+
+    A connection that is closed after an answer is opened again.
     """
 
     def __init__(self, port: int, count: int = 1, *, tokens: int = 1, keep: bool = False) -> None:
@@ -250,8 +251,9 @@ class Bench:
     # ---- daemon and services
 
     def start_daemon(self, *, both: bool = False) -> None:
-        """With one model by `weightcached preload`, which restarts a killed daemon with its
-        descriptors; with two by `weightcached serve`.
+        """The daemon. One model: by `weightcached preload`; two: by `weightcached serve`.
+
+        `preload` restarts a killed daemon with its descriptors.
         """
         began = time.time()
         if both:
@@ -360,7 +362,7 @@ class Bench:
         return found
 
     def _ask_where(self, name: str) -> None:
-        """Have the processes of engines that still start write where they are into the log."""
+        """Have the processes of engines that still start write their stacks into the log."""
         starting = [e["pid"] for e in self.status(name)["engines"] if e["state"] == "starting"]
         for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
             with contextlib.suppress(OSError):
@@ -369,8 +371,9 @@ class Bench:
                     time.sleep(0.5)
 
     def ready_service(self) -> dict[str, Any]:
-        """The service of the first model, serving with a standby; without the nursery if engines
-        that it forks do not start.
+        """The service of the first model, serving with a standby.
+
+        Without the nursery if engines that it forks do not start.
         """
         try:
             if "a" not in self.services:
@@ -561,7 +564,7 @@ class Bench:
         )
 
     def section_memory(self) -> None:
-        """What a parked engine takes beside the weights."""
+        """The memory of a parked engine beside the weights."""
         status = self.ready_service()
         parked = next(e for e in status["engines"] if e["state"] == "parked")
         with_standby = self.steady_bytes()
@@ -695,7 +698,7 @@ def main(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    # A time limit, too, ends what was started.
+    # A time limit also ends the started processes.
     signal.signal(signal.SIGTERM, stop)
     device = device or list_gpus()[0].uuid
     wanted = sections.split(",")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shlex
 import struct
 import sys
@@ -28,6 +29,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 _READ_BYTES = 65_536
+_COUNTS_SECONDS = re.compile(r"\s*… \d+ s")
 # rich's own template has @font-face rules that name a content network.
 _TEMPLATE = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -81,7 +83,8 @@ def main(
         )
         recording = out.with_suffix(".txt")
         recording.write_text(output, encoding="utf-8")
-    out.write_text(svg(recording.read_text(encoding="utf-8"), columns, title), encoding="utf-8")
+    text = final_lines(recording.read_text(encoding="utf-8"))
+    out.write_text(svg(text, columns, title), encoding="utf-8")
     click.echo(f"wrote {out}")
 
 
@@ -116,11 +119,13 @@ def _read(fd: int) -> bytes:
 
 
 def final_lines(shown: str) -> str:
-    """Of each line the state in which it was left: a progress line redraws itself after each \\r."""
+    """Each line as it was left, after the last \\r; lines that only count seconds are left out."""
     lines = [
         line.rstrip("\r").rpartition("\r")[2].replace("\x1b[K", "") for line in shown.split("\n")
     ]
-    return "\n".join(lines).strip("\n") + "\n"
+    return (
+        "\n".join(line for line in lines if not _COUNTS_SECONDS.fullmatch(line)).strip("\n") + "\n"
+    )
 
 
 def svg(recording: str, columns: int, title: str) -> str:

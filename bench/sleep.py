@@ -233,7 +233,7 @@ class Daemon:
         return {c["name"]: c for d in json.loads(done.stdout)["devices"] for c in d["caches"]}
 
     def until_loaded(self, names: Iterable[str]) -> None:
-        """Wait for these caches, and raise what keeps one from being served."""
+        """Wait for these caches. Raises the error of one that cannot be served."""
         deadline_s = time.monotonic() + DAEMON_TIMEOUT_S
         wanted = [f"{name}/target" for name in names]
         caches: dict[str, dict[str, Any]] = {}
@@ -487,7 +487,7 @@ class Bench:
     def own(self) -> None:
         if "a" in self.engines:
             self.engines.pop("a").kill()
-            # The driver frees what a killed process had a little later.
+            # The driver frees a killed process's memory a little later.
             time.sleep(1.5)
         e = self.engine("e")
         self.before_big = self.used()

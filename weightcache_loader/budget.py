@@ -80,11 +80,11 @@ def no_room(
     others = sum(cache.nbytes for cache in caches)
     lower = best_utilization(device, own=own, others=others)
     what = f", its weights alone take {bytes_text(needed)}" if needed > left > 0 else ""
-    mend = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
+    remedy = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
     return (
         f"no room on the device: --gpu-memory-utilization {device.utilization} of {bytes_text(device.total)} leaves "
         f"{bytes_text(max(left, 0))} for this engine{what}, {bytes_text(device.free)} are free, the daemon holds "
-        f"{listed(caches)}; {mend + ' beside them; ' if mend else ''}{remedies(caches)}"
+        f"{listed(caches)}; {remedy + ' beside them; ' if remedy else ''}{remedies(caches)}"
     )
 
 

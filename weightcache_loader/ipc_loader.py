@@ -155,9 +155,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             return own
         reasons = [decision.reason for decision in found if decision.reason is not None]
         caches = self._resident(vllm_config, reasons)
-        rows = {(cache.cache, cache.generation) for cache in caches}
-        counted = sum(self._own_bytes(d) for d in found if _generation_of(d) in rows)
-        others = sum(cache.nbytes for cache in caches) - counted
+        # Not by own bytes: a generation also holds its private segment, which engines copy.
+        mapped = {_generation_of(decision) for decision in found}
+        others = sum(c.nbytes for c in caches if (c.cache, c.generation) not in mapped)
         if parked_start.starts_parked(vllm_config):
             # Another engine has the device's memory now, and will give it back first.
             return own + others

@@ -1,5 +1,6 @@
-"""What users do to their checkpoints and interpreters, with the real unit, loader and engine: the
-same content is mapped, other content is not, and `reload` is all that there is to do.
+"""Changes of checkpoints and interpreters, with the real unit, loader and engine.
+
+The same content is mapped, other content is not, and `reload` is the only remedy needed.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def until_digested(record: CheckpointIdentity) -> None:
-    """The daemon makes the digests of what it has loaded, unasked."""
+    """The daemon makes the digests of its loaded files by itself."""
     cache = DigestCache.of_user()
     until(lambda: all(cache.get(file.stat) for file in record.files), "digests")
 
 
 def clutter(model: Path) -> None:
-    """What nobody reads: a training run, a Git LFS pointer, a file larger than the disk."""
+    """Files that nobody reads: a training run, a Git LFS pointer, a file larger than the disk."""
     for folder in ("checkpoint-500", "original"):
         (model / folder).mkdir()
     shutil.copy(next(model.glob("*.safetensors")), model / "checkpoint-500/model.safetensors")
@@ -144,7 +145,7 @@ def test_model_whose_mount_is_late_fails_alone_and_is_loaded_once_it_is_there(
         away.rename(late)
         # Nobody asks for it: the daemon tries again.
         until(lambda: service.caches("cpu1")[0]["state"] == "ready", "the late model is served")
-        # What is served stays so when the mount goes away, and `reload` says what is wrong.
+        # The cache stays served when the mount goes away, and `reload` names the error.
         late.rename(away)
         (line,) = reload(service, "cpu1")
         assert line.startswith(f"cpu1 late/target: failed: model {late} does not exist: mount")
@@ -230,8 +231,9 @@ def _answer(sock: socket.socket) -> TensorIndex | LoaderFailed:
 
 @contextmanager
 def moved_hub(tmp_path: Path, model: Path) -> Iterator[tuple[Hub, dict[str, str], Path]]:
-    """A Hub whose main has moved, and a local cache that has the old revision, and of the new one
-    the configuration alone, as whoever asked for that left it.
+    """A Hub whose main has moved, and a local cache with the old revision.
+
+    Of the new revision it has only the configuration, as after a download of that alone.
     """
     cache = tmp_path / "hub"
     with Hub(REPO) as hub:

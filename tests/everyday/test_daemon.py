@@ -1,6 +1,4 @@
-"""docs/faults.md, the daemon and its unit: what fails is tried again, what is dropped stays dropped,
-and what is served stays served.
-"""
+"""docs/faults.md, the daemon and its unit: retries, dropped caches, served caches."""
 
 from __future__ import annotations
 

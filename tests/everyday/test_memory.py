@@ -1,5 +1,7 @@
-"""An engine beside what the daemon holds, up to vLLM's own check of the device's memory: real vLLM, a real daemon with
-real loaders. The device's numbers are the test's own; bench/everyday.py takes a real one.
+"""An engine beside the daemon's caches, up to vLLM's own check of the device's memory.
+
+Real vLLM, a real daemon with real loaders. The device's numbers are the test's own;
+bench/everyday.py takes a real one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""docs/faults.md, the tools: shells without a home or a runtime directory, several daemons, units
-that run.
-"""
+"""docs/faults.md, the tools: no home, no runtime directory, several daemons, running units."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ def test_reload_of_a_misspelt_cache_fails(two: list[DaemonProcess]) -> None:
 
 @pytest.fixture
 def installed() -> Iterator[PrivateManager]:
-    """A user manager of its own with the units as `weightcachectl install` writes them, and no
-    model on cpu0.
-    """
+    """A user manager with the units of `weightcachectl install`, and no model on cpu0."""
     with PrivateManager() as manager:
         assert ctl("install", env=manager.env).returncode == 0
         write_manifest(manager.config_dir / "weightcached/manifest.yaml", [])

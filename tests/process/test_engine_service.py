@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,11 +327,29 @@ def test_descriptors_and_processes_do_not_grow(make: Make) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir(f"/proc/{supervisor}/fd")), len(service.processes())
 
+    # Two engines of two processes, each in its tree and watched: from their second look on.
+    watched = 2 * 4
+    until(lambda: _pidfds(supervisor) == watched, "all are watched")
     before = held()
     for _ in range(6):
-        kill(service.until_standby()["pid"])
+        status = service.until_standby()
+        kill(status["pid"])
+        others = {0, status["generation"]}
+        service.until(partial(_serves_another, others), "the next")
     service.until_standby()
     until(lambda: held() == before, "as before")
+
+
+def _serves_another(others: set[int], status: dict[str, Any]) -> bool:
+    return status["generation"] not in others
+
+
+def _pidfds(pid: int) -> int:
+    links: list[str] = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return sum("pidfd" in link for link in links)
 
 
 def test_idle_service_sleeps_and_the_next_connection_wakes_it(make: Make) -> None:
@@ -462,8 +481,9 @@ def test_unix_socket(make: Make, short_tmp: Path) -> None:
 
 
 def test_random_kills(make: Make) -> None:
-    """Any process of any engine and the supervisor, in any state: clients are never refused, and
-    nothing is left over. WEIGHTCACHED_KILLS for more of them.
+    """Kill any process in any state: clients are never refused, and nothing is left over.
+
+    WEIGHTCACHED_KILLS: how many.
     """
     kills = int(os.environ.get("WEIGHTCACHED_KILLS", "25"))
     seed = int(os.environ.get("WEIGHTCACHED_SEED", time.time_ns() % 10**6))

@@ -1,5 +1,6 @@
-"""Hundreds of hostile connections at once: a normal client is served. How fast, `make bench` says,
-and bench/flood.py for longer.
+"""Hundreds of hostile connections at once: a normal client is served.
+
+`make bench` and bench/flood.py measure how fast.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Target:
             self.peer.put(data, [], first=first)
 
     def is_unharmed(self) -> None:
-        """It logged no fault, serves what it served, and holds no more than before."""
+        """It logged no fault, serves the same caches, and holds no more than before."""
         self.peer.close()
         assert self.daemon.log == ""
         status, attach = [], []

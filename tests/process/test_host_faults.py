@@ -221,7 +221,7 @@ def test_checkpoint_deleted_while_it_is_served_is_served_on(
     until(lambda: "digest made" in daemon.log, "the digest is made")
     shutil.rmtree(checkpoint)
     attaches(daemon, key)
-    # Its files are gone, what was in them is known.
+    # Its files are gone, but their content is known.
     attaches(daemon, copy)
     (failed,) = reload(daemon).outcomes
     assert (failed.outcome, failed.generation) == ("failed", 1)

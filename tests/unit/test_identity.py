@@ -520,7 +520,7 @@ def test_chosen_file_that_the_load_did_not_read_does_not_count(
     assert identity.decide(cached, record(checkpoint)) == Equal("files")
     shutil.copytree(checkpoint, tmp_path / "copy")
     assert climb(cached, record(tmp_path / "copy"))[0] == Equal("full")
-    # What is chosen now, and was not there to be read, does.
+    # A file that is chosen now, but was not there at the load, does.
     save_file({"new": np.zeros(64, np.uint8)}, checkpoint / "new.safetensors")
     assert identity.decide(cached, record(checkpoint)) == Different(
         "the cached checkpoint has 2 weight files, the requested one 3"

@@ -657,6 +657,6 @@ def test_what_is_not_there_is_that_models_fault_and_no_fault_of_the_manifest(
 
 
 def test_draft_that_is_not_there_stays_wanted(tmp_path: Path) -> None:
-    """What is served of a draft is not dropped because its directory is away for a while."""
+    """A served draft is not dropped because its directory is away for a while."""
     engine = {"model": str(tmp_path), "speculative_config": {"model": "/nonexistent/draft"}}
     assert has_cached_draft(engine)

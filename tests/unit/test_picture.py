@@ -45,6 +45,12 @@ def test_line_that_redraws_itself_is_kept_as_it_was_left() -> None:
     assert final_lines("a\r\n1 of 3\r\x1b[K3 of 3\r\nend\r\n") == "a\n3 of 3\nend\n"
 
 
+def test_lines_that_only_count_seconds_are_left_out() -> None:
+    assert final_lines("starts\n  … 15 s\n  … 30 s\n  done after 44.6 s\n") == (
+        "starts\n  done after 44.6 s\n"
+    )
+
+
 def test_command_that_fails_draws_nothing_and_gives_its_status(tmp_path: Path) -> None:
     out = tmp_path / "p.svg"
     done = subprocess.run(

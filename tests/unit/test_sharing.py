@@ -1,6 +1,4 @@
-"""What an engine copies, and why: the rule, every row of the table of exceptions, and what an index
-says of itself.
-"""
+"""Tensors that an engine copies: the rule, every exception, and an index's own account."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     python: str | None = None
     rendezvous: Rendezvous | None = None
     identity: Literal["full", "sampled"] = "full"
-    # What the loader's environment has besides the daemon's.
+    # Variables of the loader's environment besides the daemon's.
     env: dict[str, str] = {}
 
     def is_on(self, device: str) -> bool:

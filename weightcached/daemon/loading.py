@@ -70,8 +70,8 @@ class Delivery:
 
 
 class LoadRequest(NamedTuple):
-    """One cache to load, from the manifest. python: the engine's interpreter; None: ours.
-    env: what its environment has besides ours.
+    """One cache to load, from the manifest. python: the engine's interpreter; None: ours. env:
+    variables of its environment besides ours.
     """
 
     device: str

@@ -23,7 +23,7 @@ _unseen = itertools.count(-1, -1)
 class Peer:
     """A connected process of our user. pid: 0 if it lives in a pid namespace that we cannot see.
 
-    process: tells processes apart nevertheless. label: what the peer says that it is, for people.
+    process: tells processes apart nevertheless. label: the peer's own name, for people.
     """
 
     def __init__(self, pid: int, process: int = 0, label: str = "") -> None:
@@ -44,7 +44,7 @@ class Peer:
 def identify(sock: socket.socket) -> Peer:
     """The peer of a connected socket. Raises PeerRefusedError unless it runs as our own user."""
     try:
-        pid, uid, _ = peer_credentials(sock)
+        pid, uid = peer_credentials(sock)
     except OSError as e:
         raise PeerRefusedError(
             f"cannot read the uid of this connection's peer ({e}): the connection is refused"

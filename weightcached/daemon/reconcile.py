@@ -342,7 +342,7 @@ class Reconciler:
         looking.add_done_callback(self._looking.discard)
 
     async def _look_at_checkpoint(self, cache: Cache, want: Wanted) -> None:
-        """Learn what an engine must not wait for: a load of other weights than its own."""
+        """Find loads that an engine must not wait for: those of other weights than its own."""
         checkpoint = await asyncio.to_thread(_checkpoint_of, want)
         if self._wanted.get(want.name) is want:
             cache.checkpoint = checkpoint
@@ -645,7 +645,7 @@ def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
     try:
         return with_sample(record_checkpoint(**checkpoint_arguments(want.spec.engine, want.role)))
     except (WeightcachedError, OSError, TypeError, ValueError) as e:
-        log.debug("no telling what is to be loaded cache=%s: %s", want.name, e)
+        log.debug("cannot tell which checkpoint will be loaded cache=%s: %s", want.name, e)
         return None
 
 

@@ -1,4 +1,4 @@
-"""One engine of a service, in a process of its own: what the supervisor may ask of it.
+"""One engine of a service, in its own process: it answers the supervisor's questions.
 
     python -m weightcached.engine.child MODULE     the job on standard input, sockets as descriptors 3 and 4
 
@@ -35,7 +35,7 @@ _FENCE_RETRY_S = 0.002
 
 
 class AsyncEngine(Protocol):
-    """What makes the engine offers. `facts` are for the supervisor's record."""
+    """The interface of the engine that MODULE makes. facts: for the supervisor's record."""
 
     @property
     def asleep(self) -> bool: ...
@@ -46,16 +46,15 @@ class AsyncEngine(Protocol):
 
     async def wake(self) -> None: ...
     async def sleep(self) -> None:
-        """Give back what an engine without requests need not have; do nothing where that is
-        nothing.
-        """
+        """Free memory that an engine without requests does not need, if there is any."""
 
     async def accept_on(self, sock: socket.socket) -> None:
         """Serve clients of `sock`, which is owned from here on."""
 
     async def stop_accepting(self, drain_s: float) -> int:
-        """Take no new connection, let those that are there end, for at most `drain_s`. Returns how
-        many were cut off.
+        """Take no new connection; let present ones end, for at most `drain_s`.
+
+        Returns how many were cut off.
         """
 
     async def ended(self) -> None:
@@ -63,13 +62,13 @@ class AsyncEngine(Protocol):
 
 
 class Module(Protocol):
-    """What MODULE has."""
+    """The interface of MODULE."""
 
     def prepare(self) -> str:
         """Import what engines need. Returns why engines cannot be forked after that, or ""."""
 
     def try_in_fork(self) -> None:
-        """Do what would hang in a forked process, if anything does."""
+        """Do an operation that would hang in a badly forked process."""
 
     def run(self, main: Any) -> None:
         """Run the coroutine to its end on the event loop that the engine wants."""

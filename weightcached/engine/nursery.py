@@ -1,11 +1,10 @@
-"""The nursery: a process that has imported what engines need and forks one when asked.
+"""The nursery: a process with an engine's imports done, which forks engines on request.
 
     python -m weightcached.engine.nursery MODULE     a SOCK_SEQPACKET socket to the supervisor as descriptor 3
 
-The first packet that it sends says whether it can fork. A fork copies neither threads nor a CUDA
-context, so there must be none that an engine would wait for. That is not believed: before each fork
-threads and CUDA are looked at, and once a fork is tried. It ends with the supervisor's end of the
-socket.
+Its first packet says whether it can fork. A fork copies neither threads nor a CUDA context, so
+there must be none that an engine would wait for. It checks that: before each fork it looks for
+threads and CUDA, and once it tries a fork. It ends with the supervisor's end of the socket.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from typing import NoReturn, cast
 
 import msgspec
@@ -42,7 +42,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_fork_obstacle() -> str:
-    """Why this process must not be forked; "" where it may be."""
+    """Why this process must not be forked, or ""."""
     # Threads of libraries (OpenBLAS has some from its import on) have fork handlers, or are found by
     # the trial.
     threads = [thread.name for thread in threading.enumerate()]
@@ -55,7 +55,7 @@ def find_fork_obstacle() -> str:
 
 
 def _trial(module: Module) -> str:
-    """Why a fork would hang or crash; "" where one has done what engines do."""
+    """Why a fork would hang or crash; "" if one did an engine's work."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -88,7 +88,7 @@ def serve(sock: socket.socket, module: Module) -> None:
     send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
     if refusal:
         return
-    # What is there stays: no collection in an engine copies these pages.
+    # Freeze the present objects: then no collection in an engine copies these pages.
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, _reap)
@@ -134,6 +134,10 @@ def main() -> None:
     """Serve the supervisor on the socket that it passed."""
     # Ctrl-C is for the supervisor, which ends its children in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python warns of any thread at a fork, of numpy's too; which fork works is tried.
+    warnings.filterwarnings(
+        "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
+    )
     os.set_inheritable(SOCKET_FD, False)
     with socket.socket(fileno=SOCKET_FD) as sock:
         serve(sock, cast(Module, importlib.import_module(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""What engines of one version are started with: arguments, interpreter, environment."""
+"""The start of engines of one version: arguments, interpreter, environment."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
-# Facts of a start that the next one can use: what it found free for its KV cache, and where.
+# Facts of a start that the next one can use: the memory free for its KV cache, and its device.
 _REMEMBERED = ("kv_cache_bytes", "free_bytes", "vllm", "torch")
 
 
 @dataclass
 class StartPlan:
-    """One version of a service. `kv_cache_bytes` is what an engine of it has measured, 0 before
-    one has.
-    """
+    """One version of a service. kv_cache_bytes: measured by one of its engines; 0 before."""
 
     service: str
     digest: str
@@ -40,7 +38,7 @@ class StartPlan:
     remembered: dict[str, Any] = field(default_factory=dict)
 
     def job(self, directory: Path, number: int, *, parked: bool) -> Job:
-        """What engine `number` is told."""
+        """The job of engine `number`."""
         return Job(
             service=self.service,
             number=number,
@@ -59,8 +57,9 @@ class StartPlan:
         )
 
     def learn(self, facts: dict[str, Any]) -> None:
-        """Keep what an engine of this version found out about itself, beyond this supervisor if it
-        started on a device without neighbours.
+        """Keep facts that an engine of this version measured.
+
+        They outlive this supervisor if the engine started on a device without neighbours.
         """
         self.kv_cache_bytes = int(facts.get("kv_cache_bytes", 0)) or self.kv_cache_bytes
         if not facts.get("free_bytes") or not facts.get("kv_cache_bytes"):
@@ -82,7 +81,7 @@ def _memory_file(service: str) -> Path:
 
 
 def _read_facts(service: str, digest: str) -> dict[str, Any]:
-    """Facts of the last first start with the same arguments; empty where there was none."""
+    """Facts of the last first start with the same arguments; empty without one."""
     try:
         kept = json.loads(_memory_file(service).read_text(encoding="utf-8"))
         return dict(kept["facts"]) if kept["digest"] == digest else {}

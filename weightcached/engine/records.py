@@ -1,4 +1,4 @@
-"""What is kept of an engine in its directory, so that a new supervisor can take it back.
+"""An engine's record in its directory, so that a new supervisor can take it back.
 
 The engine writes it first, itself: a supervisor that is killed right after the fork knows nothing
 of it.
@@ -18,8 +18,9 @@ from weightcached.wire.resident import boot_id
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """What is kept of an engine beside its directory. `start` is the first process's, in ticks
-    since `boot`; `since` and `serving_since` are seconds since 1970.
+    """An engine's record.
+
+    start: of the first process, in ticks since `boot`; since, serving_since: seconds since 1970.
     """
 
     number: int
@@ -48,16 +49,14 @@ def record_of(number: int, digest: str, pid: int, arguments: dict[str, Any]) -> 
 
 
 def write_record(directory: Path, record: Record) -> None:
-    """Put it in place of what is there. Raises OSError, also where the directory is gone."""
+    """Replace the file. Raises OSError, also if the directory is gone."""
     part = directory / f"record.{os.getpid()}"
     part.write_bytes(msgspec.json.encode(record))
     part.replace(directory / "record.json")
 
 
 def read_record(directory: Path) -> Record | None:
-    """The record of an engine that an earlier supervisor has started; None where it is of no
-    use.
-    """
+    """The record of an engine that an earlier supervisor has started; None if it is unusable."""
     try:
         record = msgspec.json.decode((directory / "record.json").read_bytes(), type=Record)
     except (OSError, msgspec.MsgspecError):

@@ -1,7 +1,7 @@
-"""One engine as its supervisor has it: its directory, its processes, the questions that are asked.
+"""One engine, as its supervisor sees it: its directory, its processes, its answers.
 
 <service>/<number>/          0700, removed with the engine
-    record.json              what a new supervisor needs to take the engine back
+    record.json for a new supervisor, to take the engine back
     control.sock             the supervisor's questions
     http.sock                the engine's API, from its start
     error                    why it ended, in its own words
@@ -65,7 +65,7 @@ class Running:
         engine runs has the fence, and its end means nothing.
         """
         if self._ending:
-            # Who ends the tree waits on its descriptors.
+            # The task that ends the tree waits on its descriptors.
             return
         self.tree.refresh()
         essential = self.tree.essential(self._fence)
@@ -92,7 +92,7 @@ class Running:
         self._watched.clear()
 
     def last_words(self) -> str:
-        """Why the engine ended, as it has said itself; "" where it has not."""
+        """Why the engine ended, in its own words, or ""."""
         try:
             with open(self.directory / "error", encoding="utf-8", errors="replace") as file:
                 return " ".join(file.read(_LONGEST_ERROR).split())
@@ -100,7 +100,7 @@ class Running:
             return ""
 
     async def ask(self, command: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """Raises EngineError, also where no answer comes in time."""
+        """Raises EngineError, also if no answer comes in time."""
         if self._link is None:
             self._link = Link(self.directory / "control.sock")
         try:
@@ -121,7 +121,7 @@ class Running:
         return fds[0] if fds else None
 
     async def ping(self, *, timeout_s: float) -> None:
-        """Learn that the engine's core answers, and what it has done. Raises EngineError."""
+        """Check that the engine's core answers, and get its counts. Raises EngineError."""
         answer = await self.ask("ping", timeout_s=timeout_s)
         activity = msgspec.convert(answer, Activity)
         if activity.active or activity.requests != self.activity.requests:
@@ -129,16 +129,14 @@ class Running:
         self.activity = activity
 
     def keep_record(self) -> None:
-        """Write the record. A full file system is no reason not to serve."""
+        """Write the record. A full file system must not stop the service."""
         try:
             write_record(self.directory, self.record)
         except OSError as e:
             log.warning("engine=%d its record cannot be written: %s", self.number, e)
 
     async def end(self) -> float:
-        """End all processes. Returns the seconds until they had given back what they held. Raises
-        TreeError.
-        """
+        """End all processes. Returns the seconds until their memory was free. Raises TreeError."""
         self._ending = True
         self.unwatch()
         if self._link is not None:
@@ -147,7 +145,7 @@ class Running:
         return await tree.end(self.tree)
 
     async def bury(self) -> None:
-        """Clear away what is left: shared memory, sockets, the directory."""
+        """Remove the remains: shared memory, sockets, the directory."""
         with contextlib.suppress(tree.TreeError):
             await tree.bury(self.tree)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -160,7 +158,7 @@ def is_alive(record: Record) -> bool:
 
 
 async def end_remains(record: Record) -> None:
-    """End what an engine has left whose first process is gone."""
+    """End the remaining processes of an engine whose first process is gone."""
     stat = stat_of(record.pid, dead_too=True)
     if stat is not None and stat.start != record.start:
         # The number is another process's by now, so nobody is left in the engine's session.
@@ -168,12 +166,12 @@ async def end_remains(record: Record) -> None:
     remains = Tree(record.pid)
     if remains.members:
         log.warning(
-            "engine=%d ending what is left of it: %s", record.number, sorted(remains.members)
+            "engine=%d ending its remaining processes: %s", record.number, sorted(remains.members)
         )
         await tree.end(remains)
         await tree.bury(remains)
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove what an engine has left; not an error where there is nothing."""
+    """Remove an engine's files; no error if there are none."""
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,6 +1,6 @@
 """`weightcached engine NAME`: keeps one service's endpoint served. No torch, no vLLM.
 
-states.py says what to do, this does it: every event ends in _step(), which begins what is decided.
+states.py decides, this module acts: every event ends in _step(), which begins the decided steps.
 
     $XDG_RUNTIME_DIR/weightcached/engines/<name>/   0700
         lock            flock()ed by the supervisor for its whole life
@@ -53,7 +53,7 @@ from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
-# A first start compiles and may download; what is longer is taken for a hang.
+# A first start compiles and may download; a longer one counts as a hang.
 START_TIMEOUT_S = 3600.0
 # Waking maps memory; the fence is free once the last process of the engine before is gone.
 PROMOTE_TIMEOUT_S = 60.0
@@ -65,7 +65,7 @@ SLEEP_TIMEOUT_S = 60.0
 LONGEST_DRAIN_S = 3600.0
 PROBE_PERIOD_S = 1.0
 FIRST_PROBE_S = 0.2
-# Without an engine that ever served, so many failures end the supervisor: what mends it comes from
+# Without an engine that ever served, so many failures end the supervisor: the remedy must come from
 # outside.
 MAX_FIRST_FAILURES = 3
 _EXTEND_PERIOD_S = 10.0
@@ -75,7 +75,7 @@ _LOST_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line gives. `module` is what makes engines; tests have another."""
+    """The command line. module: makes engines; tests have another."""
 
     name: str
     manifest: Path | None = None
@@ -84,9 +84,7 @@ class Options:
 
 
 def service_dir(name: str, socket_dir: Path | None = None) -> Path:
-    """Where a service keeps its sockets. Raises RuntimePathError where their names would be too
-    long.
-    """
+    """The directory of a service's sockets. Raises RuntimePathError if their paths are too long."""
     directory = (socket_dir or runtime_dir()) / "engines" / name
     longest = len(os.fsencode(directory / "123456" / "control.sock"))
     if longest > SOCKET_PATH_MAX_BYTES:
@@ -98,8 +96,9 @@ def service_dir(name: str, socket_dir: Path | None = None) -> Path:
 
 
 def run(options: Options) -> int:
-    """Keep the service until told to stop. Returns the exit status; raises WeightcachedError before
-    anything was started.
+    """Keep the service until told to stop. Returns the exit status.
+
+    Raises WeightcachedError before anything has started.
     """
     spec, model = load_manifest(manifest_path(options.manifest)).service(options.name)
     directory = service_dir(options.name, options.socket_dir)
@@ -177,7 +176,7 @@ class Supervisor:
     # ---- life
 
     async def run(self) -> int:
-        """Returns the exit status. Raises ListenError where the public address is taken."""
+        """Returns the exit status. Raises ListenError if the public address is taken."""
         stored = dict(inherited(os.environ))
         await self._take_back()
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
@@ -238,7 +237,7 @@ class Supervisor:
         return sock
 
     def stop(self) -> None:
-        """Drain what serves, end everything. A second time: do not drain."""
+        """Drain the serving engine, end everything. A second call does not drain."""
         if self.service.stopping:
             self._ended.set()
             return
@@ -268,7 +267,7 @@ class Supervisor:
             log.error("service=%s internal fault", self.spec.name, exc_info=e)
             os._exit(EXIT_FAILURE)
 
-    # ---- taking back what an earlier supervisor has left
+    # ---- taking back engines of an earlier supervisor
 
     async def _take_back(self) -> None:
         """Engines that outlived a supervisor, in the state in which they are."""
@@ -296,7 +295,7 @@ class Supervisor:
         await asyncio.gather(*(self._examine(record) for record in found))
 
     async def _end_strangers(self) -> None:
-        """End engines that have left no record: whoever has the fence open, and belongs to none."""
+        """End engines without a record: processes that have the fence open and belong to no engine."""
         known = {pid for engine in self._running.values() for pid in engine.tree.members}
         for pid in {stat.session for stat in all_processes()} - known:
             if holds_file(pid, self._fence):
@@ -310,7 +309,7 @@ class Supervisor:
         self._follow(record)
 
     async def _examine(self, record: Record) -> None:
-        """Ask an engine that was ready what it is doing; one that still starts is waited for."""
+        """Ask a ready engine for its state; wait for one that still starts."""
         number = record.number
         if not record.facts:
             self._keep(self._until_ready(number))
@@ -327,12 +326,12 @@ class Supervisor:
             self._has_share = True
         self._keep(self._probe(number))
 
-    # ---- doing what is decided
+    # ---- steps
 
     def _step(self) -> None:
-        """Begin what is to be done now, and say what has changed."""
+        """Begin the decided steps, and report changes."""
         if not self._begun:
-            # What an earlier supervisor has left is not yet known.
+            # Engines of an earlier supervisor are not yet known.
             return
         for action in self.service.decide(time.monotonic()):
             self._begin(action)
@@ -400,7 +399,7 @@ class Supervisor:
             self._end_failed(engine.number, f"it cannot be started: {e}")
             return
         finally:
-            # Who ends it waits for this: half started, it could not be found.
+            # Ending it waits for this: half started, it could not be found.
             over.set()
         self._running[engine.number].keep_record()
         if engine.phase is not Phase.ENDING:
@@ -444,7 +443,7 @@ class Supervisor:
         return None
 
     def _drop_nursery(self) -> None:
-        """A new version may come with another vLLM: it imports anew."""
+        """A new version may come with another vLLM: import again."""
         if self._nursery is not None:
             self._nursery.close()
         self._nursery, self._nursery_told, self._distrusts_fork = None, False, False
@@ -463,7 +462,7 @@ class Supervisor:
         try:
             facts = await engine.ask("ready", timeout_s=START_TIMEOUT_S)
         except EngineError as e:
-            # Where its first process has ended, that is the better reason.
+            # If its first process has ended, that is the better reason.
             await asyncio.sleep(0.1)
             self._end_failed(number, str(e))
             return
@@ -521,8 +520,9 @@ class Supervisor:
         return took
 
     async def _ask_to_serve(self, number: int) -> dict[str, Any]:
-        """An engine that cannot wake for want of memory sleeps on, and may be asked again: what
-        somebody else freed comes back a little later.
+        """An engine without memory to wake stays asleep, and may be asked again.
+
+        Memory that another process freed comes back a little later.
         """
         for attempt in range(PROMOTE_ATTEMPTS):
             if number not in self._running:
@@ -584,7 +584,7 @@ class Supervisor:
                     took_s = await engine.end()
                     break
                 except TreeError as e:
-                    # Nobody may take over what such a process may still use.
+                    # No engine may take over while such a process may still use the device.
                     log.error("engine=%d %s; trying on", number, e)
             log.info("engine=%d ended service=%s after=%.3fs", number, self.spec.name, took_s)
             del self._running[number]
@@ -683,7 +683,7 @@ class Supervisor:
             await asyncio.sleep(_EXTEND_PERIOD_S)
 
     def status(self) -> dict[str, Any]:
-        """What `status --json` shows of the service."""
+        """The service, as `status --json` shows it."""
         serving = self.service.serving
         record = self._running[serving.number].record if serving else None
         return {
@@ -724,7 +724,7 @@ class Supervisor:
             "facts": found.record.facts if found else {},
         }
 
-    # ---- what weightcachectl asks
+    # ---- questions of weightcachectl
 
     async def _handle(
         self, command: str, arguments: dict[str, Any]
@@ -742,8 +742,9 @@ class Supervisor:
         return self.status(), None
 
     async def _restart(self) -> None:
-        """Have engines of the manifest as it is now serve in place of those that do. Raises
-        WeightcachedError where it stays as it was.
+        """Replace the serving engines by those of the present manifest.
+
+        Raises WeightcachedError if nothing has changed.
         """
         path = manifest_path(self._options.manifest)
         spec, model = load_manifest(path).service(self.spec.name)

@@ -1,7 +1,8 @@
 """All processes of one engine: found by session and descent, watched by pidfds, ended together.
 
 Not a cgroup: a user manager delegates none to a unit's children, and without systemd there is none.
-The supervisor is the subreaper of its engines (prctl(2)), so what loses its parent stays findable.
+The supervisor is the subreaper of its engines (prctl(2)), so it still finds processes that lose
+their parent.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ _TRACKER_TIMEOUT_S = 2.0
 
 
 class Stat(NamedTuple):
-    """What identifies a process: its number is used again, its start time (in ticks) with it is
-    not.
-    """
+    """The identity of a process: pids are used again, pairs of pid and start time (ticks) are not."""
 
     pid: int
     parent: int
@@ -39,9 +38,7 @@ class Stat(NamedTuple):
 
 
 def stat_of(pid: int, *, dead_too: bool = False) -> Stat | None:
-    """The process `pid` now; None where there is none, or only its exit status is left, unless that
-    counts.
-    """
+    """The process `pid` now; None if there is none, or only a zombie, unless that counts."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):
@@ -112,6 +109,7 @@ class Tree:
 
     def kill(self, *, trackers: bool) -> dict[int, OwnedFd]:
         """Send SIGKILL to all members, with or without resource trackers, until no new one comes.
+
         Returns those that have not ended yet.
         """
         killed: set[int] = set()
@@ -145,8 +143,9 @@ class TreeError(Exception):
 
 
 def has_ended(pidfd: OwnedFd) -> bool:
-    """Whether nothing of the process is left but its exit status. /proc would call a process dead
-    whose first thread has ended, while others still give back device memory.
+    """Whether only the exit status of the process is left.
+
+    /proc calls a process dead if its first thread has ended, while others still free device memory.
     """
     poll = select.poll()
     poll.register(pidfd.fileno(), select.POLLIN)
@@ -154,10 +153,10 @@ def has_ended(pidfd: OwnedFd) -> bool:
 
 
 async def end(tree: Tree) -> float:
-    """Kill the engine and wait until its processes have given back what they held. Returns the
-    seconds that took. Resource trackers are left, to clear away shared memory: bury() ends them.
+    """Kill the engine and wait until its processes have freed their memory. Returns the seconds.
+    Resource trackers are left, to clear away shared memory: bury() ends them.
 
-    Raises TreeError where a process survives SIGKILL for 30 s, as one in a driver's call may.
+    Raises TreeError if a process survives SIGKILL for 30 s, as one in a driver's call may.
     """
     began_s = time.monotonic()
     await _until_ended(tree, trackers=False, timeout_s=_KILL_TIMEOUT_S)
@@ -165,7 +164,7 @@ async def end(tree: Tree) -> float:
 
 
 async def bury(tree: Tree) -> None:
-    """Let the resource trackers do their work, and end what is left. Raises TreeError."""
+    """Let the resource trackers do their work, and end remaining processes. Raises TreeError."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_TRACKER_TIMEOUT_S):
             for fd in list(tree.members.values()):

@@ -29,7 +29,6 @@ class Credentials(NamedTuple):
 
     pid: int
     uid: int
-    gid: int
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
@@ -37,7 +36,8 @@ def peer_credentials(sock: socket.socket) -> Credentials:
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     if len(data) != _UCRED.size:
         raise OSError(f"SO_PEERCRED gave {len(data)} bytes")
-    return Credentials._make(_UCRED.unpack(data))
+    pid, uid, _ = _UCRED.unpack(data)
+    return Credentials(pid, uid)
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
@@ -77,7 +77,7 @@ def holds_file(pid: int, path: Path) -> bool:
     try:
         with os.scandir(f"/proc/{pid}/fd") as fds:
             for fd in fds:
-                # The name alone: to look at the file itself could hang, where its file system does.
+                # The name alone: looking at the file itself could hang with its file system.
                 with contextlib.suppress(OSError):
                     if os.readlink(fd.path) == wanted:
                         return True

@@ -1,4 +1,4 @@
-"""What the supervisor tells an engine that it starts, and what that one says of itself."""
+"""The supervisor's job for an engine that it starts, and the engine's facts."""
 
 from __future__ import annotations
 

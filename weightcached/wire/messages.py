@@ -306,7 +306,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """For people: its pid, or what it says of itself where the daemon cannot see that."""
+        """For people: its pid, or its own label if the daemon cannot see the pid."""
         return f"pid {self.pid}" if self.pid or not self.label else self.label
 
 
