@@ -310,6 +310,8 @@ class Bench:
                     "model": name,
                     "listen": f"127.0.0.1:{self.port + number}",
                     "arguments": arguments,
+                    "standby": standby,
+                    "nursery": self.nursery,
                 }
             )
         document = {"version": 1, "models": models, "engines": engines}

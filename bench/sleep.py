@@ -642,6 +642,12 @@ def closing(bench: Bench) -> Iterator[None]:
     help="Use this 8B checkpoint.",
 )
 @click.option("--parts", default=",".join(PARTS), show_default=True)
+@click.option(
+    "--formats",
+    default="draft,fp8-online,moe,mla,bf16",
+    show_default=True,
+    help="Of the part formats.",
+)
 @click.option("--cycles", default=100, show_default=True)
 @click.option("--own-cycles", default=10, show_default=True)
 @click.option("--turns", default=20, show_default=True)
@@ -653,7 +659,7 @@ def closing(bench: Bench) -> Iterator[None]:
 @click.option("--engine", is_flag=True, hidden=True)
 def main(
     work: Path, model: Path | None, parts: str, cycles: int, own_cycles: int, turns: int, json_path: Path | None,
-    seconds: int, rehearse: bool, engine: bool,
+    seconds: int, rehearse: bool, engine: bool, formats: str,
 ) -> None:  # fmt: skip
     if engine:
         serve_engine()
@@ -680,7 +686,8 @@ def main(
     bench.max_model_len = 256 if rehearse else 1024
     bench.daemon = Daemon(device, work, bench.env)
     bench.daemon.place({name: bench.models[name] for name in bench.large}, bench.max_model_len)
-    small = [name for name in bench.models if name not in bench.large]
+    small = [name for name in formats.split(",") if name in bench.models]
+    bench.models = {name: bench.models[name] for name in (*bench.large, *small)}
     names = {"standby": "b", "turns": "c", "own": "e"}
     needed = {"a", *(names[part] for part in chosen if part in names)}
     steps = {

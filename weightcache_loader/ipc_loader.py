@@ -276,7 +276,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             log.info("%s", told)
         decision = self._decide(vllm_config, model_config)
         _decisions.pop(self.options.role, None)
-        if not holds.is_held():
+        if not holds.was_asked():
             # A worker of the CPU, which does not ask for the memory before.
             self._hold_loads(vllm_config, [decision.reason])
         if decision.attachment is not None:

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from typing import NoReturn, cast
 
 import msgspec
@@ -133,6 +134,10 @@ def main() -> None:
     """Serve the supervisor on the socket that it passed."""
     # Ctrl-C is for the supervisor, which ends its children in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python warns of any thread at a fork, of numpy's too; which fork works is tried.
+    warnings.filterwarnings(
+        "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
+    )
     os.set_inheritable(SOCKET_FD, False)
     with socket.socket(fileno=SOCKET_FD) as sock:
         serve(sock, cast(Module, importlib.import_module(sys.argv[1])))
