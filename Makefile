@@ -6,9 +6,12 @@ STAMP := $(VENV)/.installed
 # Where PyTorch's CPU builds are, if pip is configured with no other place for them.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Test processes that run at once, beside the engines.
-JOBS ?= 2
+JOBS ?= $(shell nproc)
 SECONDS ?= 600
 INPUTS ?= 100000
+
+# Each engine would compile all that it imports of vLLM.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check lint unit engine bench soak fuzz demo lock clean
 
@@ -19,7 +22,7 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	@.ci/set-up $(PYTHON) $(VENV) $(TORCH_INDEX)
 	@touch $@
 
-test: lint  ## all that CI runs: style, types, every test
+test: lint  ## all that CI runs: style, types, every test that needs no GPU and no limit in time
 	@$(MAKE) --no-print-directory -j 2 -k --output-sync=line unit engine
 
 check: lint  ## the quick loop: style, types, tests/unit on all cores

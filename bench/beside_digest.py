@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,25 +46,34 @@ WITHOUT_CACHE = {"XDG_CACHE_HOME": "/proc/nowhere"}
 @contextmanager
 def digesting(model: str) -> Iterator[list[float]]:
     """Make digests, one after the other, during the block; the seconds that each took."""
-    record = msgspec.json.encode(record_checkpoint(model))
-    with tempfile.NamedTemporaryFile() as job:
-        job.write(record)
-        job.flush()
-        digest = f"{sys.executable} -m weightcached.checkpoint.identity full < {job.name}"
-        loop = f"while :; do {digest} > /dev/null; echo; done"
-        child = subprocess.Popen(
-            ["sh", "-c", loop], env=os.environ | WITHOUT_CACHE, stdout=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-        took: list[float] = []
-        began = time.monotonic()
-        try:
-            yield took
-        finally:
-            seconds = time.monotonic() - began
-            os.killpg(child.pid, 9)
-            done = child.communicate()[0].count(b"\n")
-            took += [seconds / done] * done if done else []
+    job = msgspec.json.encode(record_checkpoint(model))
+    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full", "--idle"]
+    took: list[float] = []
+    children: list[subprocess.Popen[bytes]] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            began = time.monotonic()
+            # As the daemon starts it.
+            child = subprocess.Popen(
+                command, env=os.environ | WITHOUT_CACHE, stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            children[:] = [child]
+            child.communicate(job)
+            if child.returncode == 0:
+                took.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield took
+    finally:
+        stop.set()
+        for child in children:
+            child.kill()
+        thread.join()
 
 
 def start(engine: dict[str, Any]) -> tuple[float, float]:
@@ -86,11 +96,14 @@ def start(engine: dict[str, Any]) -> tuple[float, float]:
 
 @click.command()
 @click.option("--model", required=True, help="A directory, or a Hub id in the local cache.")
+@click.option("--digest", help="Make the digests of this model instead.")
 @click.option("--load-format", default="ipc_cache", show_default=True)
 @click.option("--engine", default="{}", help="More engine arguments, as JSON.")
 @click.option("--runs", default=5, show_default=True, help="Starts of each kind.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write the figures here.")
-def main(model: str, load_format: str, engine: str, runs: int, out: Path | None) -> None:
+def main(
+    model: str, digest: str | None, load_format: str, engine: str, runs: int, out: Path | None
+) -> None:
     arguments = {"model": model, "load_format": load_format, "skip_tokenizer_init": True}
     arguments |= json.loads(engine)
     start(arguments)  # compiled code, page cache
@@ -98,7 +111,7 @@ def main(model: str, load_format: str, engine: str, runs: int, out: Path | None)
     digests: list[float] = []
     for _ in range(runs):
         figures["alone"].append(start(arguments))
-        with digesting(model) as took:
+        with digesting(digest or model) as took:
             figures["beside"].append(start(arguments))
         digests += took
     click.echo(f"{'':8} {'start':>8} {'with imports':>13}   (medians, seconds, of {runs})")

@@ -1,7 +1,7 @@
 """Make random checkpoints of a given shape: a transformers config beside safetensors shards.
 
-Engines get token ids; a tokenizer is written only where a processor asks for one. Values come from
-a seeded generator, scaled so that greedy decoding does not collapse onto one token.
+Engines get token ids; a tokenizer is written only if a processor needs one. Values come from a
+seeded generator, scaled so that greedy decoding does not collapse onto one token.
 
     python bench/checkpoints.py llama /tmp/tiny --hidden 256 --layers 4 --dtype bfloat16 --shards 3
     python bench/checkpoints.py small deepseek /tmp/mla --quantization fp8-block

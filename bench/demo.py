@@ -39,7 +39,7 @@ ENGINES_TIMEOUT_S = 300.0
 
 
 class Takeover(NamedTuple):
-    """What clients saw when the serving engine was killed."""
+    """The clients' view of the serving engine's death."""
 
     seconds: float
     refused: int
@@ -169,7 +169,7 @@ def _two_engines(service: Process, unit: harness.Unit) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """Say what is going on, again and again, and how long it took."""
+    """Print the current step and its duration, again and again."""
     began_s, over = time.monotonic(), threading.Event()
 
     def say_again() -> None:

@@ -1,10 +1,11 @@
-"""What people feel of an engine service: first start, takeover, rolling restart, turns, memory.
+"""An engine service as its users feel it: first start, takeover, rolling restart, turns, memory.
 
-    python bench/engine.py --model /tmp/m8 --make 8b               on the first GPU
+    python bench/engine.py --model /tmp/m8 --second /tmp/m1 --make 8b --budget 480 --json out.json --logs logs
     python bench/engine.py --model /tmp/tiny --make tiny --device cpu0 --kills 2 --sections kill
 
-One daemon and one service, both of this interpreter, in a directory of their own. Sections run in
-the order given; each is bounded, and one that fails does not keep the others from running.
+One daemon and one service, both of this interpreter, in a directory of their own; the first GPU, unless
+--device names another. Sections run in the order given. Each is bounded, one that fails does not keep
+the others from running, and none begins after --budget seconds.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ SHAPES = {
     "1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "vocab": 128256},
     "tiny": {"hidden": 256, "intermediate": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 1024},
 }  # fmt: skip
-SECTIONS = ("start", "kill", "daemon", "supervisor", "restart", "memory", "switch")
+SECTIONS = ("kill", "restart", "memory", "daemon", "supervisor", "switch", "start")
 START_TIMEOUT_S = 150.0
 DAEMON_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 60.0
-# figure: (limit, what it is)
+# figure: (limit, description)
 LIMITS = {
     "kill_median_s": (0.7, "SIGKILL to next token, median"),
     "kill_worst_s": (1.5, "SIGKILL to next token, worst"),
@@ -115,7 +116,7 @@ def environment() -> dict[str, str]:
 def until(
     condition: Callable[[], Any], what: str, *, timeout_s: float, poll_s: float = 0.01
 ) -> Any:
-    """What the condition gives once it is true."""
+    """The value of the condition once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         if time.monotonic() > deadline:
@@ -167,8 +168,9 @@ def ask(connection: http.client.HTTPConnection, tokens: int) -> list[int]:
 
 
 class Clients:
-    """Clients that ask all the time. `answers` are times of answers; a connection that is closed
-    after an answer is opened again.
+    """Clients that ask all the time. answers: times of answers.
+
+    A connection that is closed after an answer is opened again.
     """
 
     def __init__(self, port: int, count: int = 1, *, tokens: int = 1, keep: bool = False) -> None:
@@ -238,6 +240,8 @@ class Bench:
         self.daemon: Process | None = None
         self.services: dict[str, Process] = {}
         self.nursery = True
+        # Nothing is begun after it.
+        self.deadline = float("inf")
         self._told: set[str] = set()
 
     @property
@@ -247,8 +251,9 @@ class Bench:
     # ---- daemon and services
 
     def start_daemon(self, *, both: bool = False) -> None:
-        """With one model by `weightcached preload`, which restarts a killed daemon with its
-        descriptors; with two by `weightcached serve`.
+        """The daemon. One model: by `weightcached preload`; two: by `weightcached serve`.
+
+        `preload` restarts a killed daemon with its descriptors.
         """
         began = time.time()
         if both:
@@ -305,6 +310,8 @@ class Bench:
                     "model": name,
                     "listen": f"127.0.0.1:{self.port + number}",
                     "arguments": arguments,
+                    "standby": standby,
+                    "nursery": self.nursery,
                 }
             )
         document = {"version": 1, "models": models, "engines": engines}
@@ -357,7 +364,7 @@ class Bench:
         return found
 
     def _ask_where(self, name: str) -> None:
-        """Have the processes of engines that still start write where they are into the log."""
+        """Have the processes of engines that still start write their stacks into the log."""
         starting = [e["pid"] for e in self.status(name)["engines"] if e["state"] == "starting"]
         for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
             with contextlib.suppress(OSError):
@@ -366,8 +373,9 @@ class Bench:
                     time.sleep(0.5)
 
     def ready_service(self) -> dict[str, Any]:
-        """The service of the first model, serving with a standby; without the nursery if engines
-        that it forks do not start.
+        """The service of the first model, serving with a standby.
+
+        Without the nursery if engines that it forks do not start.
         """
         try:
             if "a" not in self.services:
@@ -415,8 +423,11 @@ class Bench:
     def section_start(self, count: int) -> None:
         """First starts by the service and by vLLM's own server, in turns."""
         direct, service, standby = [], [], []
+        self.stop_services()
         self.write_manifest()
         for n in range(count):
+            if n and time.monotonic() > self.deadline:
+                break
             direct.append(self._start_directly(self.port + 2))
             say(f"start {n + 1}: vllm serve --load-format ipc_cache: {direct[-1]:.1f} s")
             began = time.time()
@@ -508,6 +519,8 @@ class Bench:
         equal = True
         with Clients(self.port) as clients:
             for n in range(kills):
+                if time.monotonic() > self.deadline:
+                    break
                 status = self.until_serving(standby=True)
                 time.sleep(0.3)
                 at = time.time()
@@ -553,7 +566,7 @@ class Bench:
         )
 
     def section_memory(self) -> None:
-        """What a parked engine takes beside the weights."""
+        """The memory of a parked engine beside the weights."""
         status = self.ready_service()
         parked = next(e for e in status["engines"] if e["state"] == "parked")
         with_standby = self.steady_bytes()
@@ -662,8 +675,10 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
     "--make", "shape", type=click.Choice(list(SHAPES)), help="Make them if they are missing."
 )
 @click.option("--device", default=None, help="GPU-<uuid> or cpu0.  [default: the first GPU]")
-@click.option("--sections", default="start,kill,daemon,supervisor,restart,memory", show_default=True,
-              help=f"Of {', '.join(SECTIONS)}.")  # fmt: skip
+@click.option("--sections", default=",".join(SECTIONS), show_default=True)
+@click.option(
+    "--budget", default=3600.0, show_default=True, help="Seconds after which nothing is begun."
+)
 @click.option("--starts", default=2, show_default=True)
 @click.option("--kills", default=10, show_default=True)
 @click.option(
@@ -678,23 +693,27 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
 def main(
     *, model: Path, second: Path | None, shape: str | None, device: str | None, sections: str, starts: int,
     kills: int, few: int, clients: int, arguments: str, out: Path | None, logs: Path | None, keep: bool, nursery: bool,
+    budget: float,
 ) -> None:  # fmt: skip
     """Measure one engine service."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    # A time limit, too, ends what was started.
+    # A time limit also ends the started processes.
     signal.signal(signal.SIGTERM, stop)
     device = device or list_gpus()[0].uuid
     wanted = sections.split(",")
     models = [model] + ([second] if second and "switch" in wanted else [])
     if shape:
-        for seed, path in enumerate(models):
-            make_model(path, shape, seed=seed, on_gpu=not device.startswith("cpu"))
+        on_gpu = not device.startswith("cpu")
+        make_model(model, shape, seed=0, on_gpu=on_gpu)
+        if len(models) > 1:
+            make_model(models[1], "1b" if on_gpu else "tiny", seed=1, on_gpu=on_gpu)
     with workplace(keep) as work:
         bench = Bench(work, device, models, json.loads(arguments))
         bench.nursery = nursery
+        bench.deadline = time.monotonic() + budget
         work_of: dict[str, Callable[[], None]] = {
             "start": lambda: bench.section_start(starts),
             "kill": lambda: bench.section_kill(kills),
@@ -707,6 +726,12 @@ def main(
         try:
             bench.start_daemon()
             for name in wanted:
+                if time.monotonic() > bench.deadline:
+                    say(f"-- no time left for {name}")
+                    continue
+                if name == "switch" and len(models) < 2:
+                    say("-- switch needs --second")
+                    continue
                 began = time.time()
                 say(f"-- {name}")
                 try:

@@ -3,8 +3,9 @@
     python bench/everyday.py --json everyday.json            # about 5 minutes on one H200
     python bench/everyday.py --rows a,b --work /dev/shm/wc   # some rows, keeping the checkpoints for the next run
 
-Every engine is a process of its own with a time limit. A row that fails is told and does not end the rest. The
-device's use is what the driver says after the first tokens; it is held against utilization × memory + 256 MiB.
+Every engine is a process of its own with a time limit. A row that fails is told and does not end
+the rest. The device's use is the driver's figure after the first tokens, compared with utilization
+× memory + 256 MiB.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SIZES = {
     "small": {"hidden": 2048, "intermediate": 5632, "layers": 16, "heads": 16, "kv_heads": 8, "vocab": 32000},
 }  # fmt: skip
 TINY = {"hidden": 256, "intermediate": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 1024}
-# Of an engine's log, what says how it came by its weights and its memory.
+# Lines of an engine's log about its weights and its memory.
 _TELLING = (
     "attached ", "loading from disk", "the KV cache is ", "no room", "startup plan", "Available KV cache memory",
     "held outside this process", "Error", "waiting for ",
@@ -60,7 +61,7 @@ ENVIRONMENT = {
 
 
 def engine_main(question: dict[str, Any]) -> None:
-    """Start an engine, decode, say what came of it, and stay until standard input ends."""
+    """Start an engine, decode, print the result, and stay until standard input ends."""
     say = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     began = time.time()
@@ -73,7 +74,7 @@ def engine_main(question: dict[str, Any]) -> None:
     say.write(json.dumps(answer | {"seconds": round(time.time() - began, 1)}) + "\n")
     say.flush()
     sys.stdin.read()
-    # Not through the interpreter's shutdown, where vLLM takes its time.
+    # Not through the interpreter's shutdown, in which vLLM is slow.
     os._exit(0)
 
 
@@ -136,7 +137,7 @@ class Engine:
             )  # fmt: skip
 
     def answer(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
-        """What came of it, with the telling lines of its log."""
+        """The result, with the relevant lines of its log."""
         lines: queue.Queue[str] = queue.Queue()
         assert self._process.stdout is not None
         threading.Thread(
@@ -220,7 +221,7 @@ class Daemon:
             until(self._is_ready, "the daemon is back", bound_s=READY_TIMEOUT_S)
 
     def serve(self, models: list[dict[str, Any]]) -> None:
-        """Take another manifest and load what is missing."""
+        """Take another manifest and load missing caches."""
         write_manifest(self._process.manifest, models)
         self._process.signal(signal.SIGHUP)
         wanted = {f"{entry['name']}/target" for entry in models}
@@ -245,7 +246,7 @@ class Daemon:
 
 
 class Rows:
-    """Runs rows one after the other and keeps what each came to."""
+    """Runs rows one after the other and keeps the result of each."""
 
     def __init__(
         self, daemon: Daemon, directory: Path, paths: dict[str, Path], wanted: set[str]

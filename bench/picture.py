@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shlex
 import struct
 import sys
@@ -28,6 +29,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 _READ_BYTES = 65_536
+_COUNTS_SECONDS = re.compile(r"\s*… \d+ s")
 # rich's own template has @font-face rules that name a content network.
 _TEMPLATE = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -67,9 +69,15 @@ _TEMPLATE = """\
     help="The picture; the recording is written beside it, as .txt.",
 )
 @click.option("--columns", default=96, show_default=True, help="Width of the terminal.")
+@click.option(
+    "--tail",
+    default=11,
+    show_default=True,
+    help="Draw only the last lines, for the demo its two tables; 0: all.",
+)
 @click.option("--title", default="make demo", show_default=True, help="Title of the window.")
 def main(
-    command: Sequence[str], recording: Path | None, out: Path, columns: int, title: str
+    command: Sequence[str], recording: Path | None, out: Path, columns: int, tail: int, title: str
 ) -> None:
     """Run COMMAND, by default the demo, and draw its output.
 
@@ -81,7 +89,8 @@ def main(
         )
         recording = out.with_suffix(".txt")
         recording.write_text(output, encoding="utf-8")
-    out.write_text(svg(recording.read_text(encoding="utf-8"), columns, title), encoding="utf-8")
+    text = final_lines(recording.read_text(encoding="utf-8"))
+    out.write_text(svg(last_lines(text, tail), columns, title), encoding="utf-8")
     click.echo(f"wrote {out}")
 
 
@@ -116,11 +125,19 @@ def _read(fd: int) -> bytes:
 
 
 def final_lines(shown: str) -> str:
-    """Of each line the state in which it was left: a progress line redraws itself after each \\r."""
+    """Each line as it was left, after the last \\r; lines that only count seconds are left out."""
     lines = [
         line.rstrip("\r").rpartition("\r")[2].replace("\x1b[K", "") for line in shown.split("\n")
     ]
-    return "\n".join(lines).strip("\n") + "\n"
+    return (
+        "\n".join(line for line in lines if not _COUNTS_SECONDS.fullmatch(line)).strip("\n") + "\n"
+    )
+
+
+def last_lines(text: str, number: int) -> str:
+    """The last lines of a recording, after an ellipsis; all of it for 0."""
+    lines = text.splitlines()
+    return text if not 0 < number < len(lines) else "\n".join(["…", *lines[-number:]]) + "\n"
 
 
 def svg(recording: str, columns: int, title: str) -> str:

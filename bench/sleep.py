@@ -233,7 +233,7 @@ class Daemon:
         return {c["name"]: c for d in json.loads(done.stdout)["devices"] for c in d["caches"]}
 
     def until_loaded(self, names: Iterable[str]) -> None:
-        """Wait for these caches, and raise what keeps one from being served."""
+        """Wait for these caches. Raises the error of one that cannot be served."""
         deadline_s = time.monotonic() + DAEMON_TIMEOUT_S
         wanted = [f"{name}/target" for name in names]
         caches: dict[str, dict[str, Any]] = {}
@@ -487,7 +487,7 @@ class Bench:
     def own(self) -> None:
         if "a" in self.engines:
             self.engines.pop("a").kill()
-            # The driver frees what a killed process had a little later.
+            # The driver frees a killed process's memory a little later.
             time.sleep(1.5)
         e = self.engine("e")
         self.before_big = self.used()
@@ -616,9 +616,15 @@ def make_models(
 
 @contextlib.contextmanager
 def closing(bench: Bench) -> Iterator[None]:
+    """End all processes and print the figures, also after SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     finally:
+        print("\n".join(["", *(_line(*row) for row in bench.rows)]))
+        for part, error in bench.errors.items():
+            print(f"{part:8} FAILED: {error}", flush=True)
+        bench.write()
         bench.close()
 
 
@@ -636,6 +642,12 @@ def closing(bench: Bench) -> Iterator[None]:
     help="Use this 8B checkpoint.",
 )
 @click.option("--parts", default=",".join(PARTS), show_default=True)
+@click.option(
+    "--formats",
+    default="draft,fp8-online,moe,mla,bf16",
+    show_default=True,
+    help="Of the part formats.",
+)
 @click.option("--cycles", default=100, show_default=True)
 @click.option("--own-cycles", default=10, show_default=True)
 @click.option("--turns", default=20, show_default=True)
@@ -647,7 +659,7 @@ def closing(bench: Bench) -> Iterator[None]:
 @click.option("--engine", is_flag=True, hidden=True)
 def main(
     work: Path, model: Path | None, parts: str, cycles: int, own_cycles: int, turns: int, json_path: Path | None,
-    seconds: int, rehearse: bool, engine: bool,
+    seconds: int, rehearse: bool, engine: bool, formats: str,
 ) -> None:  # fmt: skip
     if engine:
         serve_engine()
@@ -674,7 +686,8 @@ def main(
     bench.max_model_len = 256 if rehearse else 1024
     bench.daemon = Daemon(device, work, bench.env)
     bench.daemon.place({name: bench.models[name] for name in bench.large}, bench.max_model_len)
-    small = [name for name in bench.models if name not in bench.large]
+    small = [name for name in formats.split(",") if name in bench.models]
+    bench.models = {name: bench.models[name] for name in (*bench.large, *small)}
     names = {"standby": "b", "turns": "c", "own": "e"}
     needed = {"a", *(names[part] for part in chosen if part in names)}
     steps = {
@@ -694,9 +707,6 @@ def main(
                 for name in small:
                     bench.engine(name)
             bench.part(part, steps[part])
-    print("\n".join(["", *(_line(*row) for row in bench.rows)]))
-    for part, error in bench.errors.items():
-        print(f"{part:8} FAILED: {error}")
     sys.exit(bool(bench.errors))
 
 

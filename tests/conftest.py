@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 from hypothesis import settings
 
 from tests import limits
 
 settings.register_profile("fuzz", max_examples=1500)
+# Some machines have it set. Each of hundreds of processes would compile what it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

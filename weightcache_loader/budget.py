@@ -16,7 +16,7 @@ from weightcached.wire.resident import Held
 _HEADROOM = 0.08
 
 
-class Device(NamedTuple):
+class DeviceBudget(NamedTuple):
     """A device's memory as vLLM measures it, and the requested utilization."""
 
     total: int
@@ -24,7 +24,7 @@ class Device(NamedTuple):
     utilization: float
 
 
-def external_bytes(device: Device, *, own: int, others: int) -> int:
+def external_bytes(device: DeviceBudget, *, own: int, others: int) -> int:
     """The answer of get_external_weight_memory.
 
     vLLM gives the engine utilization × total minus this answer, and refuses to start if less is
@@ -32,30 +32,30 @@ def external_bytes(device: Device, *, own: int, others: int) -> int:
     other caches. `others` counts only as far as the device has no room for it: two engines that fit
     side by side lose nothing.
     """
-    lacking = _requested(device) - own - device.free + _headroom(device)
+    lacking = _requested_bytes(device) - own - device.free + _headroom(device)
     return own + min(others, max(0, lacking))
 
 
-def _requested(device: Device) -> int:
+def _requested_bytes(device: DeviceBudget) -> int:
     # As vLLM rounds it.
     return math.ceil(device.total * device.utilization)
 
 
-def _headroom(device: Device) -> int:
+def _headroom(device: DeviceBudget) -> int:
     return int(min(1 - device.utilization, _HEADROOM) * device.total)
 
 
-def starts(device: Device, external: int) -> bool:
+def starts(device: DeviceBudget, external: int) -> bool:
     """Whether vLLM's check before the load passes with this answer."""
-    return 0 < _requested(device) - external <= device.free
+    return 0 < _requested_bytes(device) - external <= device.free
 
 
-def engine_bytes(device: Device, external: int) -> int:
+def engine_bytes(device: DeviceBudget, external: int) -> int:
     """Bytes for the engine's own use: weights that it does not map, activations, KV cache."""
-    return _requested(device) - external
+    return _requested_bytes(device) - external
 
 
-def best_utilization(device: Device, *, own: int, others: int) -> float | None:
+def best_utilization(device: DeviceBudget, *, own: int, others: int) -> float | None:
     """The highest utilization, in hundredths, with which the engine starts; None if none."""
     for hundredths in range(int(device.utilization * 100), 0, -1):
         lower = device._replace(utilization=hundredths / 100)
@@ -64,7 +64,7 @@ def best_utilization(device: Device, *, own: int, others: int) -> float | None:
     return None
 
 
-def cost(device: Device, caches: Sequence[Held], nbytes: int) -> str:
+def cost(device: DeviceBudget, caches: Sequence[Held], nbytes: int) -> str:
     """A log line for an engine that starts with less."""
     return (
         f"the KV cache is {bytes_text(nbytes)} smaller than on an empty device: of "
@@ -73,16 +73,18 @@ def cost(device: Device, caches: Sequence[Held], nbytes: int) -> str:
     )
 
 
-def no_room(device: Device, caches: Sequence[Held], *, own: int, left: int, needed: int) -> str:
+def no_room(
+    device: DeviceBudget, caches: Sequence[Held], *, own: int, left: int, needed: int
+) -> str:
     """An error for an engine that cannot start beside the daemon's caches."""
     others = sum(cache.nbytes for cache in caches)
     lower = best_utilization(device, own=own, others=others)
     what = f", its weights alone take {bytes_text(needed)}" if needed > left > 0 else ""
-    mend = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
+    remedy = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
     return (
         f"no room on the device: --gpu-memory-utilization {device.utilization} of {bytes_text(device.total)} leaves "
         f"{bytes_text(max(left, 0))} for this engine{what}, {bytes_text(device.free)} are free, the daemon holds "
-        f"{listed(caches)}; {mend + ' beside them; ' if mend else ''}{remedies(caches)}"
+        f"{listed(caches)}; {remedy + ' beside them; ' if remedy else ''}{remedies(caches)}"
     )
 
 
@@ -94,7 +96,7 @@ def listed(caches: Sequence[Held]) -> str:
 def _engines(cache: Held) -> str:
     if not cache.engines:
         return "no engine"
-    return f"pid {', '.join(str(engine.pid) for engine in cache.engines)}"
+    return ", ".join(engine.name for engine in cache.engines)
 
 
 def remedies(caches: Sequence[Held]) -> str:

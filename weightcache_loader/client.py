@@ -272,7 +272,8 @@ def hold_loads(
     """Have the daemon leave the device's memory as it is until the connection is closed. Waits for a load that has
     the device, up to `state_timeout_s`.
 
-    None where that cannot be had, which is logged: it costs KV cache at worst, and no engine is worth it.
+    None if that is impossible, which is logged: at worst it costs KV cache, which is no reason to
+    end an engine.
     """
     connection: Connection | None = None
     try:
@@ -295,7 +296,7 @@ def hold_loads(
 
 @contextmanager
 def loads_held(path: Path | None) -> Iterator[None]:
-    """The same for a moment, in the background: whoever sleeps or wakes waits for nobody. Nothing without a path."""
+    """The same for a moment, in the background, if there is a path: sleep and wake do not wait."""
     over = threading.Event()
 
     def hold(path: Path) -> None:
@@ -409,7 +410,7 @@ class LeaseKeeper:
         poll.register(self._wake.fileno(), select.POLLIN)
         while not self._stop.is_set():
             try:
-                self._say_parked()
+                self._tell_parked()
                 ready = dict(poll.poll())
                 if self._wake.fileno() in ready:
                     os.eventfd_read(self._wake.fileno())
@@ -420,7 +421,7 @@ class LeaseKeeper:
                 return not self._stop.is_set()
         return False
 
-    def _say_parked(self) -> None:
+    def _tell_parked(self) -> None:
         parked = self._parked
         if parked != self._parked_there and self._connection.welcome.parking:
             # _listen_once() reads its Done, as all messages.

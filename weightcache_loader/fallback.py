@@ -86,7 +86,7 @@ def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[He
     codes = {reason.code for reason in reasons}
     if "wrong-device" in codes:
         return []
-    asked = None if codes & NOBODY_TO_ASK else _asked(socket)
+    asked = None if codes & NOBODY_TO_ASK else _ask_daemon(socket)
     if asked is None:
         written = resident_file.read(socket)
         return written.generations if written is not None else []
@@ -99,7 +99,7 @@ def may_come_back(socket: Path) -> bool:
     return written is not None and bool(written.generations) and not written.stopped
 
 
-def _asked(socket: Path) -> list[Held] | None:
+def _ask_daemon(socket: Path) -> list[Held] | None:
     try:
         return resident_file.held(ask_status(socket, timeout_s=_STATUS_TIMEOUT_S))
     except (WeightcachedError, OSError):

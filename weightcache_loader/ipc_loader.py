@@ -81,6 +81,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         self.options: LoaderOptions = parse_options(
             load_config.model_loader_extra_config, load_config.load_format
         )
+        # Once more: the engine core may have been imported after the plug-ins were loaded.
+        parked_start.install()
         vllm_worker.install(
             reload.reload_weights, on_started=holds.end, memory_kept=holds.for_a_moment
         )
@@ -95,7 +97,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         if parked_start.starts_parked(vllm_config):
             parked_start.check(vllm_config)
             parked_start.do_not_check_free_memory()
-        found = [self._decided(vllm_config, vllm_config.model_config)]
+        found = [self._decide_for_role(vllm_config, vllm_config.model_config)]
         if drafts.loads_here(vllm_config):
             config = drafts.draft_config(vllm_config)
             # vLLM asks once, the target's loader, for both; the draft's own is made later, from the
@@ -103,7 +105,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             if isinstance(
                 loader := get_model_loader(drafts.load_config_of(config)), IpcModelLoader
             ):
-                found.append(loader._decided(config, config.speculative_config.draft_model_config))
+                found.append(
+                    loader._decide_for_role(config, config.speculative_config.draft_model_config)
+                )
         if any(decision.attachment is not None for decision in found):
             build.freeze_heap()
         self._hold_loads(vllm_config, [outcome.reason for outcome in found])
@@ -128,7 +132,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             state_timeout_s=self.options.state_timeout_s,
         )
 
-    def _decided(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
+    def _decide_for_role(self, vllm_config: Any, model_config: Any) -> AttachOutcome:
         self._take_role(vllm_config, model_config)
         return self._decide(vllm_config, model_config)
 
@@ -151,14 +155,14 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             return own
         reasons = [decision.reason for decision in found if decision.reason is not None]
         caches = self._resident(vllm_config, reasons)
-        rows = {(cache.cache, cache.generation) for cache in caches}
-        counted = sum(self._own_bytes(d) for d in found if _generation_of(d) in rows)
-        others = sum(cache.nbytes for cache in caches) - counted
+        # Not by own bytes: a generation also holds its private segment, which engines copy.
+        mapped = {_generation_of(decision) for decision in found}
+        others = sum(c.nbytes for c in caches if (c.cache, c.generation) not in mapped)
         if parked_start.starts_parked(vllm_config):
             # Another engine has the device's memory now, and will give it back first.
             return own + others
         free, total = memory
-        device = budget.Device(total, free, vllm_config.cache_config.gpu_memory_utilization)
+        device = budget.DeviceBudget(total, free, vllm_config.cache_config.gpu_memory_utilization)
         external = budget.external_bytes(device, own=own, others=others)
         self._tell_cost(vllm_config, found, caches, device, own, external)
         return external
@@ -168,7 +172,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         vllm_config: Any,
         found: Sequence[AttachOutcome],
         caches: Sequence[Held],
-        device: budget.Device,
+        device: budget.DeviceBudget,
         own: int,
         external: int,
     ) -> None:
@@ -272,7 +276,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             log.info("%s", told)
         decision = self._decide(vllm_config, model_config)
         _decisions.pop(self.options.role, None)
-        if not holds.is_held():
+        if not holds.was_asked():
             # A worker of the CPU, which does not ask for the memory before.
             self._hold_loads(vllm_config, [decision.reason])
         if decision.attachment is not None:
@@ -420,7 +424,9 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         path, attach = self._socket_path(vllm_config), self._how_to_attach(vllm_config)
         key = with_checkpoint_as_now(attachment.tensor_index.key, vllm_config, model_config)
 
-        def lease(held: mapped.Attachment, on_unmap: Callable[[], bool]) -> client.LeaseKeeper:
+        def lease(
+            held: mapped.MappedAttachment, on_unmap: Callable[[], bool]
+        ) -> client.LeaseKeeper:
             assert isinstance(held, client.Attachment)
             return client.LeaseKeeper(held.connection, path, held.ready, on_unmap=on_unmap)
 

@@ -25,7 +25,7 @@ def reload_weights(worker: Any) -> bool:
 
 
 def _take_newest(worker: Any, models: list[mapped.MappedModel]) -> bool:
-    newer: list[tuple[mapped.MappedModel, mapped.Attachment]] = []
+    newer: list[tuple[mapped.MappedModel, mapped.MappedAttachment]] = []
     error: Exception | None = None
     try:
         for model in models:

@@ -32,6 +32,14 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            # It starts engines, or imports vLLM.
+            item.add_marker(pytest.mark.slow)
+
+
 class Engines:
     """The host process of engines (host.py, or what else `command` runs), in a session of its own.
 
@@ -151,9 +159,10 @@ class Service:
         self.env = manager.env | ENVIRONMENT
         self.ctl("install")
 
-    def manifest(self, *models: dict[str, Any]) -> None:
+    def manifest(self, *models: dict[str, Any], **keys: Any) -> None:
         path = self.manager.config_dir / "weightcached/manifest.yaml"
-        path.write_text(json.dumps({"version": 1, "models": list(models)}), encoding="utf-8")
+        document = {"version": 1, "models": list(models), **keys}
+        path.write_text(json.dumps(document), encoding="utf-8")
 
     def ctl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(

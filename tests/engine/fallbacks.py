@@ -393,14 +393,15 @@ def mapping_is_told(process: Process) -> Iterator[None]:
     """Nothing is built: only the plug-in's decision matters."""
     from weightcache_loader.ipc_loader import IpcModelLoader
 
-    def build(
+    def map_model(
         self: Any, vllm_config: Any, model_config: Any, prefix: str, attachment: Any
     ) -> nn.Module:
         mapped = nn.Identity()
         mapped.generation = attachment.ready.generation
+        attachment.close()
         return mapped
 
-    with mock.patch.object(IpcModelLoader, "_build", build):
+    with mock.patch.object(IpcModelLoader, "_map_model", map_model):
         yield
 
 

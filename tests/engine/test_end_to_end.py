@@ -271,3 +271,33 @@ def generate(
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert answers, done.stderr[-3000:]
     return json.loads(answers[0])["tokens"], done.stdout + done.stderr
+
+
+def test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot(
+    service: Service, engines: Engines, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A stop frees the weights, as a reboot does; vLLM has no part in bringing them back."""
+    model = models["untied"]
+    disk = engines.tokens(model, dtype="bfloat16")
+    service.manifest(
+        entry("untied", model, "cpu0", dtype="bfloat16"),
+        snapshots={"dir": str(tmp_path / "snapshots")},
+    )
+    try:
+        service.ctl("start", "cpu0")
+        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        while service.caches("cpu0")[0]["snapshot"] != "written":
+            assert time.monotonic() < deadline_s, service.caches("cpu0")
+            time.sleep(0.2)
+        service.ctl("stop", "cpu0")
+        service.ctl("start", "cpu0")
+        (cache,) = service.caches("cpu0")
+        assert (cache["source"], cache["state"]) == ("restored", "ready")
+        assert (
+            engines.tokens(model, "ipc_cache", loader={"fallback": False}, dtype="bfloat16") == disk
+        )
+        assert engines.ask(call="mapped_bytes")["result"] > 0
+        assert "all digests equal" in service.ctl("verify", "untied/target").stdout
+    finally:
+        service.ctl("stop", "cpu0", check=False)
+        service.manager.systemctl("reset-failed", UNIT.format("cpu0"), check=False)

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import vllm
 from vllm.platforms import current_platform
 
-from weightcached.engine.child import Job
 from weightcached.errors import EngineError
 from weightcached.vllm_compat import server
+from weightcached.wire.engine_job import Job
 
 GIB = 1 << 30
 REMEMBERED = {
     "kv_cache_bytes": 90 * GIB,
     "free_bytes": 130 * GIB,
-    "vllm": vllm.__version__,
-    "torch": torch.__version__,
+    "vllm": str(vllm.__version__),
+    "torch": str(torch.__version__),
 }
 
 
 def job(*, parked: bool = False, load_format: str = "ipc_cache", **more: Any) -> Job:
     return Job(
-        service="chat", number=2, directory="/run/x/chat/2", host="", port=0, path="",
+        service="chat", number=2, digest="", directory="/run/x/chat/2", host="", port=0, path="",
         arguments={"model": "m", "load_format": load_format, "model_loader_extra_config": {"mode": "zero_copy"}},
         parked=parked, devices=["GPU-0"], **more,
     )  # fmt: skip
@@ -75,3 +76,7 @@ def test_first_start_uses_what_the_last_one_measured_only_if_all_is_as_it_was(
     assert "kv_cache_memory_bytes" not in other
     monkeypatch.setattr(server, "free_bytes", lambda device: 129 * GIB)
     assert "kv_cache_memory_bytes" not in server._arguments(job(remembered=REMEMBERED))
+
+
+def test_versions_are_what_a_reply_can_hold() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(server._versions())) == server._versions()

@@ -1,5 +1,5 @@
-"""The sleep back end over vLLM's own: what happens in which order, and what a failed wake leaves
-behind. No engine: vLLM's part, the mapped models and the KV cache only take notes.
+"""The sleep back end over vLLM's own: the order of steps, and the state after a failed wake. No
+engine: vLLM's part, the mapped models and the KV cache only take notes.
 """
 
 from __future__ import annotations

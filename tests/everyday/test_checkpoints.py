@@ -1,5 +1,6 @@
-"""What users do to their checkpoints and interpreters, with the real unit, loader and engine: the
-same content is mapped, other content is not, and `reload` is all that there is to do.
+"""Changes of checkpoints and interpreters, with the real unit, loader and engine.
+
+The same content is mapped, other content is not, and `reload` is the only remedy needed.
 """
 
 from __future__ import annotations
@@ -55,19 +56,19 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def until_digested(record: CheckpointIdentity) -> None:
-    """The daemon makes the digests of what it has loaded, unasked."""
+    """The daemon makes the digests of its loaded files by itself."""
     cache = DigestCache.of_user()
     until(lambda: all(cache.get(file.stat) for file in record.files), "digests")
 
 
 def clutter(model: Path) -> None:
-    """What nobody reads: a training run, a Git LFS pointer, a file larger than the disk."""
+    """Files that nobody reads: a training run, a Git LFS pointer, a file larger than the disk."""
     for folder in ("checkpoint-500", "original"):
         (model / folder).mkdir()
     shutil.copy(next(model.glob("*.safetensors")), model / "checkpoint-500/model.safetensors")
     with open(model / "checkpoint-500/pytorch_model.bin", "wb") as f:
         os.truncate(f.fileno(), 1 << 40)
-    (model / "original/consolidated.safetensors").write_text("version https://git-lfs.github.com/")
+    (model / "original/model.safetensors").write_text("version https://git-lfs.github.com/")
 
 
 def overwrite(path: Path) -> None:
@@ -94,8 +95,11 @@ def test_new_status_or_new_neighbours_are_mapped_and_other_content_is_not(
             shutil.copy(path, tmp_path / "linked")
         shutil.copytree(model / "checkpoint-500", model / "checkpoint-1000", ignore=_sparse)
         assert reload(service) == ["cpu0 tiny/target: unchanged, generation 1"]
-        for directory in (model, tmp_path / "linked"):
-            assert engines.tokens(directory, "ipc_cache", loader=MAPPED) == tokens
+        assert engines.tokens(model, "ipc_cache", loader=MAPPED) == tokens
+        # The digest of what was loaded outlives the daemon, and the status that the files had.
+        service.kill("cpu0")
+        assert service.caches("cpu0")[0]["source"] == "adopted"
+        assert engines.tokens(tmp_path / "linked", "ipc_cache", loader=MAPPED) == tokens
 
         changed = sorted(model.glob("*.safetensors"))[1]
         changed.chmod(0o640)
@@ -116,6 +120,16 @@ def _sparse(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if name == "pytorch_model.bin"]
 
 
+@contextmanager
+def started(service: Service, device: str) -> Iterator[None]:
+    """A unit that has nothing to serve yet."""
+    assert service.ctl("start", device, check=False).returncode == 1
+    try:
+        yield
+    finally:
+        service.ctl("stop", device, check=False)
+
+
 def test_model_whose_mount_is_late_fails_alone_and_is_loaded_once_it_is_there(
     service: Service, model: Path, tmp_path: Path
 ) -> None:
@@ -123,7 +137,7 @@ def test_model_whose_mount_is_late_fails_alone_and_is_loaded_once_it_is_there(
     checkpoint(late, tied=True, dtype="bfloat16", seed=3)
     late.rename(away)
     models = [entry("tiny", model, "cpu0"), entry("late", late, "cpu1")]
-    with serving(service, "cpu0", *models), serving(service, "cpu1", *models):
+    with serving(service, "cpu0", *models), started(service, "cpu1"):
         assert [cache["state"] for cache in service.caches("cpu0")] == ["ready"]
         (cache,) = service.caches("cpu1")
         assert cache["error"].startswith(f"model {late} does not exist: mount"), cache
@@ -131,7 +145,7 @@ def test_model_whose_mount_is_late_fails_alone_and_is_loaded_once_it_is_there(
         away.rename(late)
         # Nobody asks for it: the daemon tries again.
         until(lambda: service.caches("cpu1")[0]["state"] == "ready", "the late model is served")
-        # What is served stays so when the mount goes away, and `reload` says what is wrong.
+        # The cache stays served when the mount goes away, and `reload` names the error.
         late.rename(away)
         (line,) = reload(service, "cpu1")
         assert line.startswith(f"cpu1 late/target: failed: model {late} does not exist: mount")
@@ -217,8 +231,9 @@ def _answer(sock: socket.socket) -> TensorIndex | LoaderFailed:
 
 @contextmanager
 def moved_hub(tmp_path: Path, model: Path) -> Iterator[tuple[Hub, dict[str, str], Path]]:
-    """A Hub whose main has moved, and a local cache that has the old revision, and of the new one
-    the configuration alone, as whoever asked for that left it.
+    """A Hub whose main has moved, and a local cache with the old revision.
+
+    Of the new revision it has only the configuration, as after a download of that alone.
     """
     cache = tmp_path / "hub"
     with Hub(REPO) as hub:

@@ -1,6 +1,4 @@
-"""docs/faults.md, the daemon and its unit: what fails is tried again, what is dropped stays dropped,
-and what is served stays served.
-"""
+"""docs/faults.md, the daemon and its unit: retries, dropped caches, served caches."""
 
 from __future__ import annotations
 
@@ -288,38 +286,6 @@ def test_drop_during_a_reload_with_a_slow_store_ends(
     # And each can be had again.
     assert isinstance(reload(daemon), ReloadReply)
     assert {c.state for c in daemon.status().caches} == {"ready"}
-
-
-# ---- a group
-
-
-def test_peers_of_a_rank_that_lost_its_generation_load_along_and_keep_theirs(
-    make_daemon: Launcher, checkpoint: Path
-) -> None:
-    """With loaders that do not meet; tests/everyday/test_real_loaders.py has two that do."""
-    devices = ["cpu0", "cpu1", "cpu2"]
-    entry = model("m", checkpoint, tensor_parallel_size=3)
-    entry |= {"devices": devices, "rendezvous": {"group": "127.0.0.1:29777"}}
-    ranks = [make_daemon([entry], device=device).start() for device in devices]
-    for rank in ranks:
-        rank.until(lambda s: s.state == "ready", "all are up")
-    ranks[0].log_path.write_text("")
-    with ranks[0].client() as engine:
-        engine.attach(key_of(entry["engine"])).close()
-        # Two are lost at once, with what their managers kept.
-        for rank in ranks[1:]:
-            rank.signal(signal.SIGKILL)
-            rank.wait()
-        for rank in ranks[1:]:
-            rank.launch()
-        for rank in ranks[1:]:
-            rank.notified("READY=1")
-        until(lambda: "loaded along cache=m/target" in ranks[0].log, "rank 0 loads with them")
-        served = ranks[0].until(lambda s: not s.caches[0].phase, "its load is over").caches[0]
-        assert (served.state, served.generation, served.error) == ("ready", 1, "")
-        assert [e.generation for e in served.engines] == [1]
-    assert [rank.status().caches[0].state for rank in ranks] == ["ready"] * 3
-    assert ranks[0].status().old_generations == []
 
 
 # ---- old generations

@@ -1,5 +1,7 @@
-"""An engine beside what the daemon holds, up to vLLM's own check of the device's memory: real vLLM, a real daemon with
-real loaders. The device's numbers are the test's own; bench/everyday.py takes a real one.
+"""An engine beside the daemon's caches, up to vLLM's own check of the device's memory.
+
+Real vLLM, a real daemon with real loaders. The device's numbers are the test's own;
+bench/everyday.py takes a real one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import pytest
 
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, Engines, checkpoint
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
+
+# They load with vLLM.
+pytestmark = pytest.mark.slow
 
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256}
 UTILIZATION = 0.92
@@ -116,7 +121,7 @@ def serving(setup: Setup) -> Setup:
     """A running daemon, also after a test that killed it."""
     if setup.daemon.process is None or setup.daemon.process.poll() is not None:
         setup.daemon.launch(keep_store=True)
-        until(setup.daemon.is_ready, "both models are resident")
+        until(setup.daemon.is_ready, "both models are resident", bound_s=ANSWER_TIMEOUT_S)
     return setup
 
 
@@ -202,6 +207,13 @@ def test_engine_beside_memory_of_a_daemon_that_is_away_starts(serving: Setup) ->
     assert any("no weightcached daemon listens" in line for line in answer["log"])
     (line,) = costs(answer)
     assert "holds small/target 5.8 MiB (" in line
+
+
+def test_engine_that_may_not_fall_back_waits_for_the_daemon(serving: Setup) -> None:
+    assert serving.daemon.stop() == 0
+    serving.daemon.launch(keep_store=True)
+    answer = serving.engines["small"].start(serving.device, connect_timeout_s=20.0, fallback=False)
+    assert_started_within_the_utilization(answer, serving.device)
 
 
 def test_load_beside_an_engine_that_starts_waits_for_the_end_of_its_start(

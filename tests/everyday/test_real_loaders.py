@@ -20,11 +20,14 @@ from tests.fakes.daemon import DaemonProcess, model, until
 from tests.fakes.drafts import Maker, Shape, write_llama
 from tests.process.test_host_faults import memory_cgroup
 
+# They load with vLLM.
+pytestmark = pytest.mark.slow
+
 Launcher = Callable[..., DaemonProcess]
 ENGINE: dict[str, Any] = {"max_model_len": 64, "enforce_eager": True}
 # Imports take 10 s alone, and a minute beside others.
 LOAD_S = 240.0
-# What a loader waits for peers that do not come; a test that takes less has not waited.
+# How long a loader waits for peers that do not come; a shorter test has not waited.
 MEETING_S = 300.0
 LIMIT_BYTES = 1536 << 20
 

@@ -1,6 +1,4 @@
-"""docs/faults.md, the tools: shells without a home or a runtime directory, several daemons, units
-that run.
-"""
+"""docs/faults.md, the tools: no home, no runtime directory, several daemons, running units."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ def test_reload_of_a_misspelt_cache_fails(two: list[DaemonProcess]) -> None:
 
 @pytest.fixture
 def installed() -> Iterator[PrivateManager]:
-    """A user manager of its own with the units as `weightcachectl install` writes them, and no
-    model on cpu0.
-    """
+    """A user manager with the units of `weightcachectl install`, and no model on cpu0."""
     with PrivateManager() as manager:
         assert ctl("install", env=manager.env).returncode == 0
         write_manifest(manager.config_dir / "weightcached/manifest.yaml", [])
@@ -163,7 +159,7 @@ def test_uninstall_beside_a_running_unit_is_refused(
     assert ctl("start", "cpu0", env=installed.env).returncode == 0
     refused = ctl("uninstall", env=installed.env)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert f"{unit} runs, and would lose what is resident" in refused.stderr
+    assert f"{unit} runs, and would lose resident weights" in refused.stderr
     assert f"systemctl --user disable --now {unit}" in refused.stderr
     assert (installed.unit_dir / "weightcached@.service").exists()
     assert installed.show(unit, "ActiveState") == "active"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,7 +35,7 @@ def environment(**extra: str) -> dict[str, str]:
     env = {
         k: v for k, v in os.environ.items() if not k.startswith(("NOTIFY_", "LISTEN_", "WATCHDOG_"))
     }
-    return {**env, "PYTHONPATH": PYTHONPATH, "PYTHONDONTWRITEBYTECODE": "1", **extra}
+    return {**env, "PYTHONPATH": PYTHONPATH, **extra}
 
 
 def write_manifest(path: Path, models: list[dict[str, Any]], **keys: Any) -> None:
@@ -54,6 +56,17 @@ def until(condition: Callable[[], bool], what: str, *, bound_s: float = BOUND_S)
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {bound_s} s: {what}"
         time.sleep(0.01)
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a directory under a daemon, which may make its files in it again meanwhile."""
+    while directory.exists():
+        try:
+            shutil.rmtree(directory)
+            return
+        except OSError as e:
+            if e.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
 
 class ManagerSocket:
@@ -147,6 +160,8 @@ class DaemonProcess:
         self.env: dict[str, str] = {}
         self.loader_command: str | None = LOADER
         self.module = "weightcached"
+        # Run by this, e.g. in a namespace of its own.
+        self.prefix: list[str] = []
         self.limits: dict[int, tuple[int, int]] = {}
         if models is not None:
             write_manifest(self.manifest, models)
@@ -183,7 +198,7 @@ class DaemonProcess:
             command = ["prlimit", f"--{option}={soft}:{hard}", *command]
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                command,
+                [*self.prefix, *command],
                 stderr=log,
                 cwd=ROOT,
                 pass_fds=list(stored.values()),

@@ -4,6 +4,7 @@ Arguments that it knows, all optional:
     x_fail      fail to start with this message
     x_fail_file fail with what this file says, while it is there
     x_no_fork   fail to start where it was forked
+    x_wake_fails a file with a number: so many wakes fail
     x_starts    a file that gets one line for each start
 
 GET / answers {"engine": N, "pid": …, "core": …, "arguments": …}; GET /slow?S answers after S
@@ -23,8 +24,8 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from weightcached.engine.child import Activity, Job
 from weightcached.errors import EngineError
+from weightcached.wire.engine_job import Activity, Job
 
 _KEEP_ALIVE_S = 1.0
 
@@ -84,6 +85,10 @@ class FakeEngine:
             raise EngineError("the core has ended")
 
     async def wake(self) -> None:
+        failures = Path(self.job.arguments.get("x_wake_fails", "/nonexistent"))
+        if failures.exists() and (left := int(failures.read_text())) > 0:
+            failures.write_text(str(left - 1))
+            raise RuntimeError("no memory")
         self.asleep = False
 
     async def sleep(self) -> None:

@@ -1,5 +1,6 @@
-"""A Hugging Face Hub of one repository, over HTTP: what huggingface_hub asks to resolve a revision,
-to list its files and to fetch them.
+"""A Hugging Face Hub of one repository, over HTTP, for huggingface_hub.
+
+It resolves a revision, lists its files, and serves them.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Hub:
 
 
 def _digest(name: str, data: bytes) -> str:
-    """What the Hub calls a file by: large ones by the sha256 of their content, others as git does."""
+    """A file's name in the Hub: of large ones the sha256 of their content, of others git's."""
     if name.endswith(".safetensors"):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

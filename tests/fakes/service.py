@@ -33,9 +33,7 @@ def free_port() -> int:
 
 
 class ServiceProcess:
-    """`weightcached engine NAME` with fake engines. `entry` is what stands in the manifest, beside
-    the entries of `others`.
-    """
+    """`weightcached engine NAME` with fake engines. entry, others: entries of the manifest."""
 
     def __init__(
         self,
@@ -71,9 +69,7 @@ class ServiceProcess:
         self.manifest.write_text(yaml.safe_dump(document))
 
     def launch(self, *, keep_store: bool = True) -> Self:
-        """Start the supervisor and return at once; it is passed what the manager keeps, as a
-        restart does.
-        """
+        """Start the supervisor, do not wait. It gets the manager's descriptors, as at a restart."""
         stored: dict[str, int] = {}
         if self.manager is not None:
             if keep_store:

@@ -169,7 +169,9 @@ def test_cache_without_room_names_needed_free_and_holder(
             said,
         ), said
         states = {cache["name"]: cache["state"] for cache in service.caches(device)}
-        assert states == {CACHE: "ready", "large/target": "failed"}
+        # It may be tried again by now.
+        assert states.pop("large/target") in ("failed", "loading")
+        assert states == {CACHE: "ready"}
         hog.communicate("")
     service.ctl("reload", device)
     assert {cache["state"] for cache in service.caches(device)} == {"ready"}

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.engine.conftest import ROOT
 
 # As tests/engine has them: one host for all, and tests that know nothing of each other.
@@ -50,6 +52,7 @@ def test_last_leaves_it_ended(engines):
 """
 
 
+@pytest.mark.slow
 def test_host_that_dies_fails_one_test_alone_and_leaves_no_pipe_open(tmp_path: Path) -> None:
     file = tmp_path / "test_engines.py"
     file.write_text(TESTS)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.service import ClientLoop, ServiceProcess
 from weightcached.cli.engine import as_json, as_table
+from weightcached.cli.weightcachectl import main as weightcachectl
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
 from weightcached.exporter.health import Node
 from weightcached.exporter.metrics import text_of
@@ -84,6 +88,18 @@ def test_death_of_any_process_brings_the_parked_engine(make: Make, victim: str) 
     assert 0 < after["last_takeover_s"] < BOUND_S
     assert not any(os.path.exists(f"/proc/{before[v]}/exe") for v in ("pid", "core"))
     assert not (service.home / "1").exists()
+
+
+@pytest.mark.parametrize(("failures", "takes_over"), [(2, True), (3, False)])
+def test_parked_engine_that_cannot_wake_is_asked_again(
+    make: Make, short_tmp: Path, failures: int, takes_over: bool
+) -> None:
+    service = make(arguments={"x_wake_fails": str(short_tmp / "fails")}).start()
+    status = service.until_standby()
+    (short_tmp / "fails").write_text(str(failures))
+    kill(status["pid"])
+    assert (service.get()["engine"] == 2) == takes_over
+    assert "cannot take over yet: RuntimeError: no memory" in service.log
 
 
 def test_two_engines_never_serve_at_once_as_long_as_the_fence_is_held(make: Make) -> None:
@@ -168,6 +184,18 @@ def test_supervisor_and_engine_killed_together(make: Make) -> None:
         service.start()
         clients.until_answers(2)
     assert clients.refused == []
+
+
+def test_engine_without_a_record_is_ended_by_the_next_supervisor(make: Make) -> None:
+    """As one whose supervisor was killed right after the fork."""
+    service = make(standby=0).start()
+    before = service.get()
+    service.kill_supervisor()
+    (service.home / "1/record.json").unlink()
+    service.start()
+    assert service.get()["pid"] != before["pid"]
+    assert not {before["pid"], before["core"]} & set(service.processes())
+    assert "is an engine without a record, ending it" in service.log
 
 
 def test_without_a_manager_the_socket_comes_back_from_an_engine(make: Make) -> None:
@@ -299,11 +327,29 @@ def test_descriptors_and_processes_do_not_grow(make: Make) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir(f"/proc/{supervisor}/fd")), len(service.processes())
 
+    # Two engines of two processes, each in its tree and watched: from their second look on.
+    watched = 2 * 4
+    until(lambda: _pidfds(supervisor) == watched, "all are watched")
     before = held()
     for _ in range(6):
-        kill(service.until_standby()["pid"])
+        status = service.until_standby()
+        kill(status["pid"])
+        others = {0, status["generation"]}
+        service.until(partial(_serves_another, others), "the next")
     service.until_standby()
     until(lambda: held() == before, "as before")
+
+
+def _serves_another(others: set[int], status: dict[str, Any]) -> bool:
+    return status["generation"] not in others
+
+
+def _pidfds(pid: int) -> int:
+    links: list[str] = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return sum("pidfd" in link for link in links)
 
 
 def test_idle_service_sleeps_and_the_next_connection_wakes_it(make: Make) -> None:
@@ -403,6 +449,20 @@ def test_metrics_and_table_show_the_service(make: Make) -> None:
         f"chat    serving  127.0.0.1:{service.port}  engine 2, pid {status['pid']}  engine 3 parked  "
         f"1, last in {status['last_takeover_s']:.2f} s  for 75 s"
     )
+    options = ["--socket-dir", str(service.runtime)]
+    shown = CliRunner().invoke(weightcachectl, ["status", "--json", *options])
+    document = json.loads(shown.stdout)
+    assert document["devices"] == []
+    assert document["engines"][0]["pid"] == status["pid"]
+    assert (
+        row.split()[:5]
+        == CliRunner()
+        .invoke(weightcachectl, ["status", *options])
+        .stdout.splitlines()[1]
+        .split()[:5]
+    )
+    woken = CliRunner().invoke(weightcachectl, ["engine", "sleep", "chat", *options])
+    assert woken.stdout == "chat: asleep\n"
     assert list(as_json([status])[0]) == [
         "name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s",
     ]  # fmt: skip
@@ -421,8 +481,9 @@ def test_unix_socket(make: Make, short_tmp: Path) -> None:
 
 
 def test_random_kills(make: Make) -> None:
-    """Any process of any engine and the supervisor, in any state: clients are never refused, and
-    nothing is left over. WEIGHTCACHED_KILLS for more of them.
+    """Kill any process in any state: clients are never refused, and nothing is left over.
+
+    WEIGHTCACHED_KILLS: how many.
     """
     kills = int(os.environ.get("WEIGHTCACHED_KILLS", "25"))
     seed = int(os.environ.get("WEIGHTCACHED_SEED", time.time_ns() % 10**6))

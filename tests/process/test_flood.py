@@ -1,5 +1,6 @@
-"""Hundreds of hostile connections at once: a normal client is served. How fast, `make bench` says,
-and bench/flood.py for longer.
+"""Hundreds of hostile connections at once: a normal client is served.
+
+`make bench` and bench/flood.py measure how fast.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ PRIORITY = -10
 TURN_LIMIT_S = 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 @pytest.mark.parametrize(
     "kinds",

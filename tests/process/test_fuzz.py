@@ -138,7 +138,7 @@ class Target:
             self.peer.put(data, [], first=first)
 
     def is_unharmed(self) -> None:
-        """It logged no fault, serves what it served, and holds no more than before."""
+        """It logged no fault, serves the same caches, and holds no more than before."""
         self.peer.close()
         assert self.daemon.log == ""
         status, attach = [], []
@@ -167,6 +167,7 @@ def target() -> Iterator[Target]:
     shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_well_typed_messages_with_wild_values_are_answered(target: Target) -> None:
     @SETTINGS
@@ -182,6 +183,7 @@ def test_well_typed_messages_with_wild_values_are_answered(target: Target) -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_ill_typed_messages_are_answered(target: Target) -> None:
     @SETTINGS
@@ -196,6 +198,7 @@ def test_ill_typed_messages_are_answered(target: Target) -> None:
     assert target.peer.kinds["Refused:protocol"] > EXAMPLES // 4
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_mutated_messages_with_and_without_descriptors_are_answered(target: Target) -> None:
     key = key_of({"model": str(target.checkpoint)})

@@ -43,7 +43,7 @@ def test_load_waits_while_an_engine_measures_memory(
             second.expect(HoldLoads(), Done)
     daemon.until(lambda status: states(status)["other/target"] == "ready", "it is loaded")
     assert (
-        f"load waits for engines that measure memory cache=other/target pids=[{os.getpid()}]"
+        f"load waits for engines that measure memory cache=other/target engines=['pid {os.getpid()}']"
         in daemon.log
     )
 

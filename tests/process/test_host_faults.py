@@ -19,7 +19,7 @@ import pytest
 from tests import limits
 from tests.fakes.checkpoints import identity_of, key_of, with_checkpoint, write_checkpoint
 from tests.fakes.client import Client
-from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
+from tests.fakes.daemon import LOADER, DaemonProcess, model, remove_tree, until, write_manifest
 from weightcached.checkpoint.identity import with_full
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import Refused, Reload, ReloadReply
@@ -157,6 +157,7 @@ def test_runtime_directory_that_is_removed_is_made_again(
     assert not daemon.socket.exists()
 
 
+@pytest.mark.slow
 def test_socket_that_is_removed_is_made_again_without_a_watchdog(
     daemon: DaemonProcess, checkpoint: Path
 ) -> None:
@@ -178,7 +179,7 @@ def test_runtime_directory_without_a_parent_is_said_and_made_when_it_can_be(
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as engine:
         engine.attach(key).close()
-        shutil.rmtree(session)
+        remove_tree(session)
         reason = f"cannot create the runtime directory {daemon.runtime}: No such file or directory"
         assert daemon.notified("unreachable") == f"STATUS=unreachable: {reason}"
         # A restart would fail: the manager is told that all is well otherwise.
@@ -220,7 +221,7 @@ def test_checkpoint_deleted_while_it_is_served_is_served_on(
     until(lambda: "digest made" in daemon.log, "the digest is made")
     shutil.rmtree(checkpoint)
     attaches(daemon, key)
-    # Its files are gone, what was in them is known.
+    # Its files are gone, but their content is known.
     attaches(daemon, copy)
     (failed,) = reload(daemon).outcomes
     assert (failed.outcome, failed.generation) == ("failed", 1)
@@ -336,6 +337,7 @@ def test_loader_that_runs_out_of_memory_is_named_and_what_is_served_stays(
 # ---- clock, names, locale
 
 
+@pytest.mark.slow
 @pytest.mark.timed
 def test_deadlines_do_not_follow_the_wall_clock(
     make_daemon: Launcher, checkpoint: Path, gate: Path

@@ -63,6 +63,7 @@ def raw(daemon: DaemonProcess) -> Client:
     return Client(daemon.socket)
 
 
+@pytest.mark.slow
 def test_silent_peers_are_closed_after_the_hello_deadline(daemon: DaemonProcess) -> None:
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -261,16 +262,16 @@ def test_descriptor_that_is_slow_to_close_holds_nobody_up(
 ) -> None:
     sock, listener = lingering()
     with listener, raw(daemon) if packet == "never-welcomed" else daemon.client() as client:
+        # It looks at nothing until we have closed our own: if that were the last, we would wait.
+        daemon.signal(signal.SIGSTOP)
         if packet == "unread":
-            # The first of them ends the connection, the last is never looked at: both are there
-            # before it looks.
-            daemon.signal(signal.SIGSTOP)
+            # The first of them ends the connection, the last is never looked at.
             client.send_raw(b"x")
         data = b"\xc1large" if packet == "memfd" else encode(Status())
         client.send_raw(data, [sock.fileno()] * (1 if packet == "memfd" else 3))
         sock.close()
+        daemon.signal(signal.SIGCONT)
         if packet == "unread":
-            daemon.signal(signal.SIGCONT)
             assert isinstance(client.receive(), Refused)
         client.close()
         began_s = time.monotonic()

@@ -165,6 +165,7 @@ def process_with_pid(pid: int) -> subprocess.Popen[bytes]:
 CYCLES = 1000
 
 
+@pytest.mark.slow
 def test_a_thousand_engines_killed_at_any_point_leave_nothing(
     daemon: DaemonProcess, checkpoint: Path
 ) -> None:

@@ -81,7 +81,7 @@ def text(fault: str, generation: int, cache: str = "tiny/target") -> str:
 def launcher(
     make_daemon: Launcher, models: list[dict[str, Any]], *, fault: str = ""
 ) -> DaemonProcess:
-    """Of a daemon that tries each load once: what is tried again, tests/everyday/ shows."""
+    """A daemon that tries each load once; tests/everyday/ tests retries."""
     daemon = make_daemon(models)
     daemon.options = ["--no-retry"]
     # Some of the faults are found by waiting. The others wait for a loader that a busy machine may

@@ -84,6 +84,7 @@ def test_child_that_dies_while_it_waits_fails_its_own_cache_alone(
     assert failed.error == "loader of b/target ended with status 3: loading b/target generation 1"
 
 
+@pytest.mark.slow
 def test_waiting_for_a_turn_is_no_stall(make_daemon: Launcher, checkpoint: Path) -> None:
     models = [model("a", checkpoint, x_steps=60), model("b", checkpoint)]
     daemon = start(make_daemon, models, "--loaders-ahead", "1", "--stall-timeout", "4")

@@ -116,7 +116,11 @@ class Stage:
         manager = self.daemon.manager
         assert manager
         until(lambda: len(manager.stored) == segments + 1, "one generation is stored")
-        assert sum("memfd" in target for target in self.daemon.descriptors()) == segments + 1
+        # The input of a child that makes a digest is there for a moment, too.
+        until(
+            lambda: sum("memfd" in fd for fd in self.daemon.descriptors()) == segments + 1,
+            "nothing else is open",
+        )
         return status
 
     def content(self) -> bytes:
@@ -232,12 +236,15 @@ def test_signal_while_a_generation_is_released(stage: Stage, number: signal.Sign
         stage.daemon.until(lambda s: s.caches[0].state == "released", "it is released")
         manager = stage.daemon.manager
         assert manager
-        until(lambda: manager.stored == {}, "its stored copy is gone")
-        with stage.daemon.client("ctl") as tool:
-            tool.send(Reload())
-            stage.daemon.until(lambda s: s.caches[0].generation == 2, "it is loaded again")
+        until(lambda: all("aside" in name for name in manager.stored), "its stored copy is gone")
     else:
+        # What was released stays so across a restart; the release itself may not have got far.
         stage.start_again()
+        (cache,) = stage.daemon.status().caches
+        assert cache.state == ("ready" if number is signal.SIGKILL else "released")
+    with stage.daemon.client("ctl") as tool:
+        tool.send(Reload())
+        stage.daemon.until(lambda s: s.caches[0].state == "ready", "it is loaded again")
     stage.serves()
 
 

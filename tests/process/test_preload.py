@@ -272,6 +272,7 @@ def test_descriptors_of_what_was_replaced_or_dropped_are_let_go(
     assert preload.kept() == 0
 
 
+@pytest.mark.slow
 def test_rank_that_cannot_come_back_ends_the_command_with_its_status(
     launch: Launcher, checkpoint: Path
 ) -> None:
@@ -293,7 +294,7 @@ def test_signal_stops_all_and_leaves_nothing(
     children = preload.children()
     assert preload.stop(number) == 0
     gone(children)
-    # The files that say what is resident say now that nothing will come back.
+    # The resident files now say that nothing will come back.
     left = sorted(path.name for path in preload.runtime.iterdir())
     assert left == ["cpu0.lock", "cpu0.resident", "cpu1.lock", "cpu1.resident"]
 

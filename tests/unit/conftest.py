@@ -1,4 +1,4 @@
-"""What the tests of one module each have."""
+"""Fixtures of the tests of one module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _only_this_module_s_objects_are_collected() -> None:
-    """Checks for leaks collect after each test; all of vLLM's heap, once a module has imported it,
-    would take half a second each time.
+    """Checks for leaks collect garbage after each test.
+
+    Once a module has imported vLLM, its whole heap would take half a second each time.
     """
     gc.collect()
     gc.freeze()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcache_loader import budget
-from weightcache_loader.budget import Device, external_bytes
+from weightcache_loader.budget import DeviceBudget, external_bytes
 from weightcached.wire.messages import EngineStatus
 from weightcached.wire.resident import Held
 
@@ -24,11 +24,11 @@ MODEL = int(14.96 * GIB)
 SMALL = int(1.7 * GIB)
 
 
-def empty_but_for(*resident: int, utilization: float = 0.92) -> Device:
-    return Device(TOTAL, TOTAL - CONTEXT - sum(resident), utilization)
+def empty_but_for(*resident: int, utilization: float = 0.92) -> DeviceBudget:
+    return DeviceBudget(TOTAL, TOTAL - CONTEXT - sum(resident), utilization)
 
 
-def requested(device: Device, external: int) -> int:
+def requested(device: DeviceBudget, external: int) -> int:
     """The bytes that vLLM gives an engine with this answer; raises ValueError if it refuses to
     start.
     """
@@ -89,7 +89,7 @@ sizes = st.integers(min_value=0, max_value=200 * GIB)
 def test_answer_is_what_is_mapped_and_never_more_than_what_is_held(
     total: int, free: int, utilization: float, own: int, others: int
 ) -> None:
-    device = Device(total, min(free, total), utilization)
+    device = DeviceBudget(total, min(free, total), utilization)
     external = external_bytes(device, own=own, others=others)
     assert own <= external <= own + others
     if budget.starts(device, external) and external > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -255,12 +256,12 @@ def test_a_repository_that_is_not_in_the_cache_is_refused_with_the_command_to_ru
     hub: Path,
 ) -> None:
     assert refusal("org/other") == (
-        f"model org/other at revision main is neither a directory nor in the Hub cache {hub.parent}: "
-        "hf download org/other"
+        f"model org/other at revision main is neither a directory nor in the Hub cache {hub.parent} "
+        f"(HF_HUB_CACHE is {hub.parent}): hf download org/other"
     )
     assert refusal("org/name", revision="v2") == (
-        f"model org/name at revision v2 is neither a directory nor in the Hub cache {hub.parent}: "
-        "hf download org/name --revision v2"
+        f"model org/name at revision v2 is neither a directory nor in the Hub cache {hub.parent} "
+        f"(HF_HUB_CACHE is {hub.parent}): hf download org/name --revision v2"
     )
     assert refusal("org/name", revision="../x") == (
         "revision '../x' of model org/name is malformed: expected a branch, tag or commit"
@@ -272,6 +273,27 @@ def test_a_hub_model_in_both_formats_counts_with_both(hub: Path) -> None:
     make(hub, "snapshots/c0/consolidated.safetensors")
     index(hub / "snapshots/c0", "model.safetensors")
     assert names("org/name") == ["consolidated.safetensors", "model.safetensors"]
+
+
+def test_without_a_network_vllm_takes_the_snapshot_for_a_directory(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(hub / "snapshots/c0", "consolidated.safetensors", "model.safetensors")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert names("org/name") == ["consolidated.safetensors"]
+
+
+def test_revision_without_weights_names_the_revisions_that_have_them(hub: Path) -> None:
+    shutil.rmtree(hub / "snapshots/c1")
+    (hub / "snapshots/c2").mkdir()
+    (hub / "snapshots/c2/config.json").write_text("{}")
+    (hub / "refs/main").write_text("c2")
+    for model in ("org/name", hub / "snapshots/c2"):
+        assert refusal(model) == (
+            f"checkpoint {hub}/snapshots/c2 has no weight files that load format 'auto' reads: only a part of this "
+            "revision was downloaded; complete is revision c0: download this one, or pin that one with 'revision: c0' "
+            "beside 'model:'"
+        )
 
 
 def test_only_links_to_blobs_named_by_their_content_give_a_blob(tmp_path: Path) -> None:

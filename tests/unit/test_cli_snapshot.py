@@ -1,4 +1,4 @@
-"""`weightcachectl snapshot`: lists, verifies and removes what is on disk, without a daemon."""
+"""`weightcachectl snapshot`: lists, verifies and removes snapshots, without a daemon."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_digest_is_made_unasked_and_engines_wait_for_it(scene: Scene) -> None:
 def test_checkpoint_that_changed_before_its_digest_was_made_is_a_mismatch(
     scene: Scene, tmp_path: Path
 ) -> None:
-    """Nobody can tell any more what was loaded."""
+    """Nobody can tell the loaded content any more."""
     (tmp_path / "checkpoint/model.safetensors").chmod(0o400)
 
     async def child(identity: CheckpointIdentity) -> str:

@@ -1,4 +1,4 @@
-"""The pauses before what failed is tried again."""
+"""The pauses before a failed load is tried again."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ VARIABLE = "VLLM_USE_DEEP_GEMM"
 
 
 class Scene:
-    """A served generation of a checkpoint, and what the manifest wants."""
+    """A served generation of a checkpoint, and the manifest's cache."""
 
     def __init__(self, directory: Path) -> None:
         self.checkpoint = write_checkpoint(directory / "checkpoint", nbytes=64 * 1024)

@@ -253,7 +253,7 @@ def test_an_entry_is_private_and_found_by_exactly_its_status(cache_home: Path) -
 
 
 def test_an_entry_has_the_last_few_states_of_its_file(cache_home: Path) -> None:
-    # chmod and a new link leave the inode: what was loaded is compared with what is there now.
+    # chmod and a new link keep the inode: the loaded state is compared with the present one.
     cache = DigestCache.of_user()
     states = [(1, 2, 3, 4, ctime) for ctime in range(5)]
     for number, state in enumerate(states):

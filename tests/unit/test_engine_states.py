@@ -1,4 +1,4 @@
-"""The service's state machine: what it decides after each event, and what holds after any."""
+"""The service's state machine: its decisions after each event, and invariants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightcached.engine.states import (
 
 
 def begin(service: Service, now_s: float = 0.0) -> list[Action]:
-    """Do what the supervisor does with decisions: begin them."""
+    """Begin decided steps, as the supervisor does."""
     actions = service.decide(now_s)
     for action in actions:
         if action.what == "start":

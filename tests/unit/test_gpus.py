@@ -289,7 +289,7 @@ def test_mig_device_is_named_where_nobody_lists_any(monkeypatch: pytest.MonkeyPa
 
 
 def test_engine_on_a_slice_looks_for_the_slices_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stub of torch: what it says of a slice and of a whole GPU."""
+    """A stub of torch, with a slice and a whole GPU."""
     import torch
 
     from weightcached.vllm_compat import build

@@ -18,7 +18,7 @@ def run(test: Any) -> None:
 def test_a_load_waits_until_nobody_holds_the_device() -> None:
     async def test() -> None:
         holds, cache = Holds(), Cache("a/target", "target")
-        first, second = holds.begin(1), holds.begin(2)
+        first, second = holds.begin(1, "pid 1"), holds.begin(2, "pid 2")
         assert first
         assert second
         loaded = asyncio.Event()
@@ -45,10 +45,10 @@ def test_nobody_holds_a_device_that_a_load_has() -> None:
         holds, cache = Holds(), Cache("a/target", "target")
         async with holds.device_for(cache):
             assert holds.loading is cache
-            assert holds.begin(1) is None
+            assert holds.begin(1, "pid 1") is None
             event = holds.changed.next()
         await holds.changed.wait(event)
-        assert holds.begin(1)
+        assert holds.begin(1, "pid 1")
 
     run(test)
 
@@ -59,7 +59,7 @@ def test_a_load_that_fails_gives_the_device_back() -> None:
         with pytest.raises(OSError, match="broken"):
             async with holds.device_for(Cache("a/target", "target")):
                 raise OSError("broken")
-        assert holds.begin(1)
+        assert holds.begin(1, "pid 1")
 
     run(test)
 
@@ -67,12 +67,12 @@ def test_a_load_that_fails_gives_the_device_back() -> None:
 def test_a_process_is_not_in_its_own_way() -> None:
     async def test() -> None:
         holds = Holds()
-        own = holds.begin(1)
+        own = holds.begin(1, "pid 1")
         assert own
-        assert holds.pids(but=1) == []
+        assert holds.names(but=1) == []
         await holds.none(but=1)
-        holds.begin(2)
-        assert holds.pids(but=1) == [2]
+        holds.begin(2, "pid 2")
+        assert holds.names(but=1) == ["pid 2"]
 
     run(test)
 
@@ -80,7 +80,7 @@ def test_a_process_is_not_in_its_own_way() -> None:
 def test_a_hold_ends_by_itself() -> None:
     async def test() -> None:
         holds = Holds(limit_s=0.01)
-        holds.begin(1)
+        holds.begin(1, "pid 1")
         await holds.none()
 
     run(test)

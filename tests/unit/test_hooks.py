@@ -277,7 +277,7 @@ def latent(configured: Callable[..., Any], load: Load) -> Callable[..., Model]:
 def test_absorption_of_mla_writes_into_nothing_that_is_shared(
     latent: Callable[..., Model],
 ) -> None:
-    """The hook of the attention layer copies into its results where they are there already."""
+    """The hook of the attention layer copies into its results if they exist already."""
     # With AMX vLLM would take another back end, which does not absorb.
     model = latent(attention_backend="CPU_MLA")
     index = model.prove()

@@ -520,7 +520,7 @@ def test_chosen_file_that_the_load_did_not_read_does_not_count(
     assert identity.decide(cached, record(checkpoint)) == Equal("files")
     shutil.copytree(checkpoint, tmp_path / "copy")
     assert climb(cached, record(tmp_path / "copy"))[0] == Equal("full")
-    # What is chosen now, and was not there to be read, does.
+    # A file that is chosen now, but was not there at the load, does.
     save_file({"new": np.zeros(64, np.uint8)}, checkpoint / "new.safetensors")
     assert identity.decide(cached, record(checkpoint)) == Different(
         "the cached checkpoint has 2 weight files, the requested one 3"
@@ -648,19 +648,20 @@ def test_the_child_refuses_what_is_no_identity() -> None:
     usage = run_child(b"")
     assert (usage.returncode, usage.stderr) == (
         2,
-        b"usage: python -m weightcached.checkpoint.identity full < identity.json\n",
+        b"usage: python -m weightcached.checkpoint.identity full [--idle] < identity.json\n",
     )
 
 
-def test_the_child_runs_at_the_lowest_priority(checkpoint: Path) -> None:
-    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
+def test_the_child_runs_at_the_lowest_priority_if_nobody_waits_for_it(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full", "--idle"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         # It waits for its input, so its niceness can be looked at for as long as it takes to start.
         process = psutil.Process(child.pid)
         deadline = time.monotonic() + 30
-        while process.nice() != 19 and time.monotonic() < deadline:
+        while os.sched_getscheduler(child.pid) != os.SCHED_IDLE and time.monotonic() < deadline:
             os.sched_yield()
         assert process.nice() == 19
+        assert os.sched_getscheduler(child.pid) == os.SCHED_IDLE
         child.communicate(msgspec.json.encode(record(checkpoint)))
     assert child.returncode == 0
 

@@ -42,7 +42,7 @@ def driver() -> Iterator[FakeDriver]:
 
 
 def scratch_of(driver: FakeDriver, *, parked: bool) -> KvScratch:
-    return KvScratch(Gpu(DEVICE, driver), parked=parked, scratch_bytes=UNIT)
+    return KvScratch(Gpu(DEVICE, driver), parked=parked, scratch_bytes=(UNIT,))
 
 
 def free_bytes(driver: FakeDriver) -> int:
@@ -76,6 +76,23 @@ def test_awake_cache_has_zeroed_memory_of_its_own_at_the_same_addresses(driver: 
     driver.write(address, b"one")
     driver.write(address + UNIT, b"two")
     assert driver.read(address, 3) == b"one"
+    scratch.free(address)
+    assert free_bytes(driver) == before
+
+
+def test_large_scratch_lies_under_most_and_small_scratch_under_the_rest(driver: FakeDriver) -> None:
+    before = free_bytes(driver)
+    scratch = KvScratch(Gpu(DEVICE, driver), parked=True, scratch_bytes=(4 * UNIT, UNIT))
+    address = scratch.allocate(9 * UNIT + 1)
+    assert scratch.nbytes == 10 * UNIT
+    assert (before - free_bytes(driver), driver.live().mappings) == (5 * UNIT, 4)
+    driver.write(address, b"large")
+    driver.write(address + 9 * UNIT, b"small")
+    assert driver.read(address + 4 * UNIT, 5) == b"large"
+    assert driver.read(address + 8 * UNIT, 5) == b"small"
+    scratch.wake()
+    assert driver.read(address, scratch.nbytes) == bytes(10 * UNIT)
+    scratch.park()
     scratch.free(address)
     assert free_bytes(driver) == before
 

@@ -33,6 +33,7 @@ from weightcached.index import tensors as index_format
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import SegmentRecord, StorageRecord
 from weightcached.system.fds import OwnedFd, sealed_memfd
+from weightcached.system.process import label_of_this_process
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import (
     Absent,
@@ -178,7 +179,9 @@ def test_ready_gives_index_segments_and_a_lease(path: Path, key: WeightCacheKey)
         attachment.close()
         assert attachment.connection.fileno() == -1
     assert [type(request) for request in daemon.requests] == [Hello, Attach]
-    assert daemon.requests[0] == Hello(protocol=1, software=client.SOFTWARE, purpose="engine")
+    assert daemon.requests[0] == Hello(
+        protocol=1, software=client.SOFTWARE, purpose="engine", label=label_of_this_process()
+    )
     assert daemon.requests[1] == Attach(key=key, wait=True)
 
 
@@ -691,7 +694,9 @@ def test_lease_is_renewed_when_the_daemon_returns(
         lines.wait_for(REJOINED)
         lease.close()
     assert daemon.requests == [
-        Hello(protocol=1, software=client.SOFTWARE, purpose="engine"),
+        Hello(
+            protocol=1, software=client.SOFTWARE, purpose="engine", label=label_of_this_process()
+        ),
         Rejoin(cache=CACHE, generation=3, index_digest=DIGEST),
     ]
     assert lines.lines == [GONE, REJOINED]

@@ -1,6 +1,4 @@
-"""YAML values as typed objects: whatever msgspec refuses is one error with file, line, key, what is
-expected and what is there.
-"""
+"""YAML values as typed objects: one error with file, line, key, expected and present value."""
 
 from __future__ import annotations
 

@@ -158,13 +158,14 @@ def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else()
         digest(engine={"model": "m", "dtype": "auto", "seed": 0}),
         digest(python="/usr/bin/python3"),
         digest(rendezvous=PLACE),
+        digest(env={"VLLM_USE_DEEP_GEMM": "0"}),
     ]
     assert len(set(different)) == len(different)
 
 
 DEVICES = "; 'weightcachectl devices' prints their names"
 
-KNOWN = "known keys: name, devices, engine, python, rendezvous, identity"
+KNOWN = "known keys: name, devices, engine, python, rendezvous, identity, env"
 WITH_DRAFT = "{model: CKPT, speculative_config: {method: eagle, model: CKPT}}"
 TWO_NODES = "{model: CKPT, tensor_parallel_size: 2, nnodes: 2, node_rank: 0}"
 DEVICE_HINT = (
@@ -231,6 +232,23 @@ FAULTS = {
         f"M:6: models[0].devises: unknown key (did you mean 'devices'?); {KNOWN}",
     ),
     "misplaced_key": (model("    zzz: 1\n"), f"M:6: models[0].zzz: unknown key; {KNOWN}"),
+    "env_number": (
+        model("    env: {VLLM_USE_DEEP_GEMM: 0}\n"),
+        "M:6: models[0].env.VLLM_USE_DEEP_GEMM: expected a string, got the integer 0: quote it",
+    ),
+    "env_name": (
+        model("    env: {'a-b': x}\n"),
+        "M:6: models[0].env.a-b: no environment variable has such a name: expected one like VLLM_USE_DEEP_GEMM",
+    ),
+    "env_device": (
+        model("    env: {CUDA_VISIBLE_DEVICES: '1'}\n"),
+        "M:6: models[0].env.CUDA_VISIBLE_DEVICES: a loader sees the device that it loads for, and no other: use "
+        "devices",
+    ),
+    "env_manager": (
+        model("    env: {NOTIFY_SOCKET: x}\n"),
+        "M:6: models[0].env.NOTIFY_SOCKET: NOTIFY_SOCKET is between the service manager and the daemon: remove it",
+    ),
     "integer_key": (
         model("    1: 1\n"),
         "M:6: models[0]: expected a string as key, got the integer 1: quote it",
@@ -639,6 +657,6 @@ def test_what_is_not_there_is_that_models_fault_and_no_fault_of_the_manifest(
 
 
 def test_draft_that_is_not_there_stays_wanted(tmp_path: Path) -> None:
-    """What is served of a draft is not dropped because its directory is away for a while."""
+    """A served draft is not dropped because its directory is away for a while."""
     engine = {"model": str(tmp_path), "speculative_config": {"model": "/nonexistent/draft"}}
     assert has_cached_draft(engine)

@@ -1,6 +1,4 @@
-"""`engines:` in the manifest: what is accepted, and that each fault is one error that tells the way
-out.
-"""
+"""`engines:` in the manifest: accepted entries, and one error with a remedy per fault."""
 
 from __future__ import annotations
 

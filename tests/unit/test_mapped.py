@@ -54,7 +54,7 @@ class Attachment:
 
 
 class Lease:
-    def __init__(self, attachment: mapped.Attachment, on_unmap: Callable[[], bool]) -> None:
+    def __init__(self, attachment: mapped.MappedAttachment, on_unmap: Callable[[], bool]) -> None:
         self.generation, self.on_unmap = attachment.ready.generation, on_unmap
         self.said: list[bool] = []
         self.closed = False
@@ -105,13 +105,13 @@ class World:
     def bytes(self) -> bytes:
         return bytes(self.tensor.read(0, 12))
 
-    def _attach(self) -> mapped.Attachment:
+    def _attach(self) -> mapped.MappedAttachment:
         if isinstance(self.next, Exception):
             raise self.next
         assert self.next is not None
         return self.next
 
-    def _lease(self, attachment: mapped.Attachment, on_unmap: Callable[[], bool]) -> Lease:
+    def _lease(self, attachment: mapped.MappedAttachment, on_unmap: Callable[[], bool]) -> Lease:
         self.leases.append(Lease(attachment, on_unmap))
         return self.leases[-1]
 

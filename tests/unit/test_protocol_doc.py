@@ -215,7 +215,7 @@ READY = Ready(
 @pytest.mark.parametrize(
     ("title", "message"),
     [
-        ("`Hello`, 53 bytes:", HELLO),
+        ("`Hello`, 60 bytes:", HELLO),
         ("`Welcome`, 67 bytes:", WELCOME),
         ("`Fallback`, 35 bytes:", FALLBACK),
         ("`Ready`, 167 bytes:", READY),

@@ -1,6 +1,4 @@
-"""reload_weights() of engines that map or copy their weights: all models and ranks take the newest, or
-none does.
-"""
+"""reload_weights() of engines that map or copy: all models and ranks take the newest, or none."""
 
 from __future__ import annotations
 

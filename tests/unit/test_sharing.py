@@ -1,6 +1,4 @@
-"""What an engine copies, and why: the rule, every row of the table of exceptions, and what an index
-says of itself.
-"""
+"""Tensors that an engine copies: the rule, every exception, and an index's own account."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightcached.index.sharing import EXCEPTIONS, NOT_A_PARAMETER, SMALL, reasons, why_written
+from weightcached.index.sharing import EXCEPTIONS, NOT_A_PARAMETER, SMALL, explain_written, reasons
 from weightcached.index.tensors import StorageRecord, TensorRecord
 from weightcached.segments.packing import SMALL_NBYTES
 
@@ -54,13 +52,13 @@ UNLISTED = [
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_a_forward_pass_writes_is_private(name: str, kind: str) -> None:
-    assert why_written([name], [kind]) not in ("", NOT_A_PARAMETER)  # type: ignore[list-item]
+    assert explain_written([name], [kind]) not in ("", NOT_A_PARAMETER)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute"])
 @pytest.mark.parametrize("name", READ)
 def test_what_is_only_read_is_shared(name: str, kind: str) -> None:
-    assert why_written([name], [kind]) == ""  # type: ignore[list-item]
+    assert explain_written([name], [kind]) == ""  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
@@ -74,32 +72,32 @@ def test_what_is_only_read_is_shared(name: str, kind: str) -> None:
     ],
 )
 def test_what_is_inside_of_a_weight_is_shared(name: str) -> None:
-    assert why_written([name], ["attribute"]) == ""
+    assert explain_written([name], ["attribute"]) == ""
 
 
 def test_scratch_inside_of_a_weight_is_private() -> None:
     assert (
-        why_written(["mlp.experts.w13_weight.storage.workspace"], ["attribute"])
+        explain_written(["mlp.experts.w13_weight.storage.workspace"], ["attribute"])
         == "workspace of a kernel"
     )
-    assert why_written(["model.weight_net.hidden.states.kept"], ["buffer"]) == NOT_A_PARAMETER
+    assert explain_written(["model.weight_net.hidden.states.kept"], ["buffer"]) == NOT_A_PARAMETER
 
 
 @pytest.mark.parametrize("name", UNLISTED)
 def test_what_nobody_listed_is_private_unless_it_is_a_parameter(name: str) -> None:
     if "topk_indices" not in name:
-        assert why_written([name], ["attribute"]) == NOT_A_PARAMETER
-        assert why_written([name], ["parameter"]) == ""
-    assert why_written([name], ["buffer"]) != ""
+        assert explain_written([name], ["attribute"]) == NOT_A_PARAMETER
+        assert explain_written([name], ["parameter"]) == ""
+    assert explain_written([name], ["buffer"]) != ""
 
 
 def test_view_of_a_parameter_is_shared_with_it() -> None:
-    assert why_written(["conv1d.weight", "conv_state_view"], ["parameter", "buffer"]) == ""
+    assert explain_written(["conv1d.weight", "conv_state_view"], ["parameter", "buffer"]) == ""
 
 
 def test_storage_with_one_tensor_that_is_written_is_private() -> None:
     names = ["layer.weight", "layer.kernel.workspace"]
-    assert why_written(names, ["parameter", "attribute"]) == "workspace of a kernel"
+    assert explain_written(names, ["parameter", "attribute"]) == "workspace of a kernel"
 
 
 @pytest.mark.parametrize("row", EXCEPTIONS, ids=lambda row: row.reason)

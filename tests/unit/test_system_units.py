@@ -1,6 +1,4 @@
-"""install and uninstall: what is written, that nothing of the operator's is lost, and what is
-said.
-"""
+"""install and uninstall: files written, the operator's files kept, and output."""
 
 from __future__ import annotations
 

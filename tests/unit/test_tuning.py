@@ -1,6 +1,4 @@
-"""When the loader tunes; that it does is in tests/engine/test_tuning.py. vLLM's two questions are
-stand-ins.
-"""
+"""When the loader tunes, with stand-ins for vLLM; tests/engine/test_tuning.py tunes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Typed values: all on the list come back as they were, everything else is refused, and nothing is
-ever executed.
-"""
+"""Typed values: types on the list survive, others are refused, nothing is executed."""
 
 from __future__ import annotations
 

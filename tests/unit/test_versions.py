@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightcached.vllm_compat import versions
-from weightcached.vllm_compat.versions import Need, find, imports_of, is_seen, warn_of_unseen
+from weightcached.vllm_compat.versions import VllmName, find, imports_of, is_seen, warn_of_unseen
 
 log = logging.getLogger("test")
 
@@ -39,6 +39,7 @@ def test_unseen_release_gets_one_warning(version: str, caplog: pytest.LogCapture
     )
 
 
+@pytest.mark.slow
 def test_installed_vllm_has_every_name_that_is_used() -> None:
     # In a process of its own: some modules of vLLM warn when they are imported, or set the process up.
     command = [sys.executable, "-m", "weightcached.vllm_compat.versions"]
@@ -55,17 +56,30 @@ def test_imports_are_read_from_the_sources(tmp_path: Path) -> None:
         "import torch\nfrom vllm.envs import X\ndef f():\n    from vllm.config import A, B\n"
     )
     assert sorted(imports_of(source)) == [
-        Need("hooks", "vllm.config:A"),
-        Need("hooks", "vllm.config:B"),
-        Need("hooks", "vllm.envs:X"),
+        VllmName("hooks", "vllm.config:A"),
+        VllmName("hooks", "vllm.config:B"),
+        VllmName("hooks", "vllm.envs:X"),
+    ]
+
+
+def test_name_that_moved_is_one_name_at_several_places(tmp_path: Path) -> None:
+    source = tmp_path / "server.py"
+    source.write_text(
+        "try:\n    from vllm.gone import environ, other\n"
+        "except ImportError:\n    from vllm.envs import environ, other\n"
+    )
+    names = list(dict.fromkeys(imports_of(source)))
+    assert [name.where for name in names] == [
+        "vllm.gone:environ or vllm.envs:environ",
+        "vllm.gone:other or vllm.envs:other",
     ]
 
 
 def test_what_a_release_lacks_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = Need("build", "vllm.envs:no_such_name")
-    monkeypatch.setattr(versions, "needs", lambda: [gone, Need("key", "vllm.envs:environ")])
+    gone = VllmName("build", "vllm.envs:no_such_name")
+    monkeypatch.setattr(versions, "needs", lambda: [gone, VllmName("key", "vllm.envs:environ")])
     monkeypatch.setattr(versions, "find", lambda where: find(where) if "no_such" in where else 1)
     assert versions.main() == 1
     lines = capsys.readouterr().out.splitlines()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -229,3 +231,25 @@ def test_engine_that_started_parked_computes_nothing_before_its_first_wake(
     scratch.parked = False
     worker.wake_up(["kv_cache"])
     assert worker.execute_model(None) == "computed"
+
+
+def test_memory_is_kept_while_an_engine_wakes_unless_it_may_have_to_wait_for_a_load(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[str] = []
+
+    @contextlib.contextmanager
+    def memory_kept() -> Iterator[None]:
+        kept.append("kept")
+        yield
+
+    context = vllm_worker._skip_if_unmapped(memory_kept)
+    models = [SimpleNamespace(state=mapped.State.PARKED)]
+    monkeypatch.setattr(mapped, "of_process", lambda: iter(models))
+    with context():
+        pass
+    assert kept == ["kept"]
+    models.append(SimpleNamespace(state=mapped.State.UNMAPPED))
+    with context():
+        pass
+    assert kept == ["kept"]

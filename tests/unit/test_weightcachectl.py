@@ -112,6 +112,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "error": "",
                         "retry_at": None,
                         "warning": "",
+                        "snapshot": "",
                         "engines": [
                             {
                                 "pid": 4242,
@@ -119,6 +120,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                                 "parked": False,
                                 "generation": 0,
                                 "bytes": 0,
+                                "label": "",
                             }
                         ],
                         "load_phases": {"weights": 1.5, "proving": 0.25},
@@ -126,7 +128,8 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                 ],
                 "old_generations": [],
             }
-        ]
+        ],
+        "engines": [],
     }
 
 
@@ -185,7 +188,11 @@ def test_status_without_any_daemon_exits_3(runtime: Path) -> None:
         "weightcachectl: no weightcached daemon has a socket in RUN: weightcachectl start DEVICE\n"
     )
     assert said(run("status"), runtime) == (3, "", text)
-    assert said(run("status", "--json"), runtime) == (3, '{\n  "devices": []\n}\n', text)
+    assert said(run("status", "--json"), runtime) == (
+        3,
+        '{\n  "devices": [],\n  "engines": []\n}\n',
+        text,
+    )
 
 
 DEAD = (

@@ -278,14 +278,14 @@ class DigestCache:
             entry = msgspec.json.decode(self._read(_path(self._directory, key)), type=CacheEntry)
         except (OSError, ValueError):  # msgspec.DecodeError is a ValueError
             return []
-        return entry.digests if entry == _checked(entry.digests) else []
+        return entry.digests if entry == _with_check(entry.digests) else []
 
     def put(self, key: StatTuple, digest: bytes) -> None:
         """Keep a digest; does nothing if the directory cannot be written to."""
         if self._directory is None:
             return
         others = [(stat, known) for stat, known in self._entry(key) if stat != key]
-        entry = _checked([(key, digest.hex()), *others][:_KEPT_PER_FILE])
+        entry = _with_check([(key, digest.hex()), *others][:_KEPT_PER_FILE])
         # Random: two containers that share a home may also share process ids.
         temporary = os.path.join(self._directory, f".{os.urandom(8).hex()}")
         with suppress(OSError):
@@ -331,6 +331,6 @@ def _only_ours(directory: str) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
 
 
-def _checked(digests: list[tuple[StatTuple, str]]) -> CacheEntry:
+def _with_check(digests: list[tuple[StatTuple, str]]) -> CacheEntry:
     check = xxhash.xxh3_64(msgspec.json.encode(CacheEntry(CACHE_FORMAT, digests))).hexdigest()
     return CacheEntry(CACHE_FORMAT, digests, check)

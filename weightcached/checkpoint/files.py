@@ -163,6 +163,14 @@ def hub_cache_dir() -> str:
     return os.path.expandvars(os.path.expanduser(path))
 
 
+def _hub_cache_from() -> str:
+    """Which variable says where the Hub cache is. A service manager often lacks what a shell has."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        if name in os.environ:
+            return f"{name} is {os.environ[name]}"
+    return "HF_HOME is not set in this environment"
+
+
 def hub_is_offline() -> bool:
     """Whether huggingface_hub asks no network; vLLM then takes the snapshot for a directory."""
     values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
@@ -215,7 +223,8 @@ def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str
     snapshot = os.path.join(repo, "snapshots", commit)
     if "/" in commit or commit in {"", ".", ".."} or not os.path.isdir(snapshot):
         raise CheckpointError(
-            f"model {model} at revision {wanted} is neither a directory nor in the Hub cache {os.path.dirname(repo)}: "
+            f"model {model} at revision {wanted} is neither a directory nor in the Hub cache {os.path.dirname(repo)} "
+            f"({'download_dir' if download_dir else _hub_cache_from()}): "
             f"hf download {model}{f' --revision {revision}' if revision else ''}"
         )
     return os.path.abspath(snapshot)
@@ -244,9 +253,9 @@ def _choose(root: str, formats: list[str]) -> set[str]:
         for pattern in _PATTERNS[load_format]:
             found = _matching(root, pattern)
             if pattern.endswith(".safetensors") and load_format in _INDEXES:
-                found = _indexed(root, found, _INDEXES[load_format])
+                found = _read_index_file(root, found, _INDEXES[load_format])
             elif pattern == "*.bin":
-                _indexed(root, found, _BIN_INDEX)
+                _read_index_file(root, found, _BIN_INDEX)
             found = {name for name in found if not name.endswith(_TRAINING_STATE)}
             if found:
                 names |= found
@@ -264,7 +273,7 @@ def _matching(root: str, pattern: str) -> set[str]:
     }
 
 
-def _indexed(root: str, found: set[str], index_name: str) -> set[str]:
+def _read_index_file(root: str, found: set[str], index_name: str) -> set[str]:
     """The files that the index names, which must exist; without an index, the files found."""
     path = os.path.join(root, index_name)
     if not os.path.lexists(path):

@@ -4,9 +4,9 @@ The ladder of docs/identity.md: same files, Hub blobs, sample, full digest; the 
 counts. Torch-free; used by the daemon, the loader child and the engine. Which files count is
 files.py's, reading them safetensors_header.py's and digests.py's business.
 
-`python -m weightcached.checkpoint.identity full` is the daemon's low-priority child: an identity as
-JSON on standard input, the same one with its full digest on standard output; a failure is one line
-on standard error and exit status 1.
+`python -m weightcached.checkpoint.identity full [--idle]` is the daemon's child: an identity as JSON
+on standard input, the same one with its full digest on standard output; a failure is one line on
+standard error and exit status 1. With `--idle` it leaves the machine to everybody else.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def decide(
         # Of other files: its digests say nothing here.
         asked = msgspec.structs.replace(asked, sample="", full="")
     pairs = list(zip(ours, theirs, strict=True))
-    refuted = _refuted(cached, asked, pairs)
+    refuted = _find_difference(cached, asked, pairs)
     if refuted:
         return Different(refuted)
     if all(a.stat == b.stat for a, b in pairs):
@@ -349,7 +349,9 @@ def _without(cached: str, asked: str) -> tuple[Side, ...]:
     return tuple(side for side, digest in sides if not digest)
 
 
-def _refuted(cached: CheckpointIdentity, asked: CheckpointIdentity, pairs: list[_Pair]) -> str:
+def _find_difference(
+    cached: CheckpointIdentity, asked: CheckpointIdentity, pairs: list[_Pair]
+) -> str:
     """Why the two cannot be equal, or nothing."""
     for ours, theirs in pairs:
         if ours.size != theirs.size:
@@ -391,14 +393,19 @@ def _hub_repository(snapshot: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`full`: read an identity from stdin, write it with its full digest. Returns the status."""
-    if list(argv) != ["full"]:
-        sys.stderr.write("usage: python -m weightcached.checkpoint.identity full < identity.json\n")
+    """Read an identity from stdin, write it with its full digest. Returns the status."""
+    if not argv or argv[0] != "full" or list(argv[1:]) not in ([], ["--idle"]):
+        sys.stderr.write(
+            "usage: python -m weightcached.checkpoint.identity full [--idle] < identity.json\n"
+        )
         return EXIT_USAGE
-    _lower_priority()
+    if len(argv) > 1:
+        _lower_priority()
     try:
         identity = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckpointIdentity)
-        completed = with_full(identity)
+        # One thread: several gigabytes a second, and the other cores and most of the memory's
+        # bandwidth are left to the engines.
+        completed = with_full(identity, workers=1 if len(argv) > 1 else None)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         sys.stderr.write(f"the identity on standard input does not decode: {e}\n")
         return EXIT_FAILURE
@@ -414,6 +421,11 @@ def _lower_priority() -> None:
     os.nice(19)
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if os.getsid(0) != os.getpid():
+        return
+    # The scheduler may weigh sessions against each other; the above then counts within ours alone.
+    with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
+        group.write("19")
 
 
 if __name__ == "__main__":

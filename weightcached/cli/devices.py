@@ -15,7 +15,7 @@ from weightcached.system.text import bytes_text
 _HEAD = ("DEVICE", "NAME", "MEMORY", "SOCKET", "MODELS")
 
 
-class Device(NamedTuple):
+class DeviceRow(NamedTuple):
     """One device that can have a unit. total_bytes: 0 if unknown."""
 
     device: str
@@ -25,7 +25,7 @@ class Device(NamedTuple):
     models: list[str]
 
 
-def all_devices() -> tuple[list[Device], list[str]]:
+def all_devices() -> tuple[list[DeviceRow], list[str]]:
     """Every device that exists or is named somewhere, and the problems found."""
     problems: list[str] = []
     gpus = {gpu.uuid: gpu for gpu in list_gpus()}
@@ -44,7 +44,7 @@ def all_devices() -> tuple[list[Device], list[str]]:
         absent = "host memory" if is_host_device(name) else "not in this machine"
         models = [model.name for model in manifest.on(name)] if manifest else []
         devices.append(
-            Device(
+            DeviceRow(
                 name,
                 gpu.name if gpu else absent,
                 gpu.total_bytes if gpu else 0,
@@ -71,12 +71,12 @@ def _manifest(problems: list[str]) -> Manifest | None:
         return None
 
 
-def as_json(devices: Sequence[Device]) -> dict[str, Any]:
+def as_json(devices: Sequence[DeviceRow]) -> dict[str, Any]:
     """The document that `devices --json` prints."""
     return {"devices": [device._asdict() for device in devices]}
 
 
-def as_table(devices: Sequence[Device]) -> list[str]:
+def as_table(devices: Sequence[DeviceRow]) -> list[str]:
     """Lines of a table with one row per device."""
     rows = [_HEAD]
     for device in devices:

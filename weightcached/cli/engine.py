@@ -1,4 +1,4 @@
-"""`weightcachectl engine`: ask the supervisors of engine services, and show what they answer."""
+"""`weightcachectl engine`: ask the supervisors of engine services, and show their answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weightcached.wire.services import ANSWER_TIMEOUT_S, Services, ask_all_servi
 # A start may compile; the supervisor ends one that takes longer.
 LONGEST_S = 3600.0
 _HEAD = ("ENGINE", "STATE", "LISTEN", "SERVING", "STANDBY", "TAKEOVERS", "DETAIL")
-# What `status --json` prints of each service; other tools read these names.
+# The names that `status --json` prints of each service; other tools read them.
 _FIELDS = ("name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s")
 
 
 def socket_of(name: str) -> Path:
-    """Where the supervisor of the service listens. Raises RuntimePathError."""
+    """The socket of the service's supervisor. Raises RuntimePathError."""
     return runtime_dir() / "engines" / name / "service.sock"
 
 
@@ -49,7 +49,7 @@ def ask_all() -> Services:
 
 
 def as_json(replies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `status --json` prints under `engines`."""
+    """The value of `engines` in `status --json`."""
     return [{field: reply[field] for field in _FIELDS} for reply in replies]
 
 

@@ -174,11 +174,13 @@ def _private_lines(index: TensorIndex, each: bool) -> list[str]:
     for reason, members in groups.items():
         names = [name if each else _pattern(name) for _, all_names in members for name in all_names]
         size = bytes_text(sum(nbytes for nbytes, _ in members))
-        rows.append((reason, str(len(members)), size, _listed(list(dict.fromkeys(names)), each)))
+        rows.append(
+            (reason, str(len(members)), size, _list_names(list(dict.fromkeys(names)), each))
+        )
     return columns(rows) if len(rows) > 1 else ["private: nothing"]
 
 
-def _listed(names: list[str], each: bool) -> str:
+def _list_names(names: list[str], each: bool) -> str:
     shown = names if each else names[:SHOWN_NAMES]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return ", ".join(shown) + more

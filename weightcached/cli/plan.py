@@ -25,7 +25,7 @@ _HEAD = ("MODEL", "ROLE", "DEVICE", "RANK", "DP", "PP", "TP", "EP", "SIZE")
 _EXPERT = re.compile(r"\.experts\.")
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """One rank. device: "all" if each device has a copy; nbytes: None if there is no estimate."""
 
     model: str
@@ -35,21 +35,21 @@ class Row(NamedTuple):
     nbytes: int | None
 
 
-def rows_of(manifest: Manifest) -> tuple[list[Row], list[str]]:
+def rows_of(manifest: Manifest) -> tuple[list[RankRow], list[str]]:
     """All ranks in manifest order, and the problems found."""
     problems: list[str] = []
     return [row for spec in manifest.models for row in _rows(spec, problems)], problems
 
 
-def _rows(spec: ModelSpec, problems: list[str]) -> Iterator[Row]:
+def _rows(spec: ModelSpec, problems: list[str]) -> Iterator[RankRow]:
     layout = layout_of(spec.engine)
     nbytes = _estimate(spec, layout, problems)
     placed = [(ALL, layout.place(0))] if spec.devices == [ALL] else place(spec.engine, spec.devices)
     for device, placement in placed:
-        yield Row(spec.name, "target", device, placement, nbytes)
+        yield RankRow(spec.name, "target", device, placement, nbytes)
         if "draft" in roles(spec, placement):
             # Its share of the target's checkpoint differs by method.
-            yield Row(spec.name, "draft", device, placement, None)
+            yield RankRow(spec.name, "draft", device, placement, None)
 
 
 def _estimate(spec: ModelSpec, layout: Layout, problems: list[str]) -> int | None:
@@ -81,7 +81,7 @@ def _checkpoint_bytes(engine: dict[str, Any]) -> tuple[int, int]:
     return rest, experts
 
 
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+def as_json(rows: Sequence[RankRow]) -> dict[str, Any]:
     """The document that `plan --json` prints."""
     return {
         "ranks": [
@@ -97,7 +97,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def as_table(rows: Sequence[Row]) -> list[str]:
+def as_table(rows: Sequence[RankRow]) -> list[str]:
     """Lines of a table with one row per rank, and one for each device with several."""
     table: list[tuple[str, ...]] = [_HEAD]
     for row in rows:
@@ -107,7 +107,7 @@ def as_table(rows: Sequence[Row]) -> list[str]:
     return columns(table) + list(_sums(rows))
 
 
-def _sums(rows: Sequence[Row]) -> Iterator[str]:
+def _sums(rows: Sequence[RankRow]) -> Iterator[str]:
     for device in dict.fromkeys(row.device for row in rows):
         sizes = [row.nbytes for row in rows if row.device == device]
         if len(sizes) > 1 and None not in sizes:

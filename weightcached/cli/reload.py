@@ -104,8 +104,9 @@ def outcome_text(device: str, outcome: CacheOutcome) -> str:
 
 
 def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]]:
-    """(device, cache) of every cache called `wanted`, a model's name or MODEL/ROLE. Raises
-    UnknownCacheError if there is none.
+    """(device, cache) of every cache called `wanted`, a model's name or MODEL/ROLE.
+
+    Raises UnknownCacheError if there is none.
     """
     known = [(reply.device, cache.name) for reply in replies for cache in reply.caches]
     found = [(device, name) for device, name in known if wanted in (name, name.rpartition("/")[0])]

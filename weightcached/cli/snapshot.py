@@ -14,7 +14,7 @@ from weightcached.system.paths import manifest_path
 from weightcached.system.text import bytes_text
 
 
-class Row(NamedTuple):
+class SnapshotRow(NamedTuple):
     """One snapshot. `error` says why it cannot be used; the rest is 0 or empty then."""
 
     device: str
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 def directory() -> Path:
-    """Where the manifest has them. Raises ManifestError, SnapshotError where it has none."""
+    """The manifest's directory of snapshots. Raises ManifestError, SnapshotError without one."""
     path = manifest_path(None)
     spec = load_manifest(path).snapshots
     if spec is None:
@@ -36,27 +36,29 @@ def directory() -> Path:
     return spec.directory
 
 
-def rows(root: Path, cache: str | None = None) -> list[Row]:
+def rows(root: Path, cache: str | None = None) -> list[SnapshotRow]:
     """All snapshots, or those of one cache or model."""
     found = [_row(device, path) for device, _, path in all_snapshots(root)]
     return [row for row in found if cache is None or cache in (row.cache, _model(row.cache))]
 
 
-def _row(device: str, path: Path) -> Row:
+def _row(device: str, path: Path) -> SnapshotRow:
     try:
         with open_snapshot(path) as snapshot:
             header = snapshot.header
-            return Row(device, header.cache, snapshot.nbytes, header.created_at, str(path), "")
+            return SnapshotRow(
+                device, header.cache, snapshot.nbytes, header.created_at, str(path), ""
+            )
     except SnapshotError as e:
         cache = "/".join(path.parent.name.rsplit(".", 1))
-        return Row(device, cache, 0, 0.0, str(path), str(e))
+        return SnapshotRow(device, cache, 0, 0.0, str(path), str(e))
 
 
 def _model(cache: str) -> str:
     return cache.rpartition("/")[0]
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[SnapshotRow]) -> list[str]:
     """A line for each, and their sum."""
     lines = [
         f"{row.device} {row.cache}: "
@@ -70,8 +72,8 @@ def _when(created_at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created_at))
 
 
-def verify(row: Row) -> str:
-    """Read the whole snapshot. Returns what is wrong with it, or ""."""
+def verify(row: SnapshotRow) -> str:
+    """Read the whole snapshot. Returns the fault, or ""."""
     try:
         with open_snapshot(Path(row.path)) as snapshot:
             snapshot.verify()
@@ -80,8 +82,8 @@ def verify(row: Row) -> str:
     return ""
 
 
-def remove(row: Row) -> None:
-    """Remove it. Raises SnapshotError where that fails."""
+def remove(row: SnapshotRow) -> None:
+    """Remove it. Raises SnapshotError if that fails."""
     try:
         shutil.rmtree(row.path)
     except OSError as e:

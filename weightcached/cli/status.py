@@ -147,7 +147,7 @@ def _row(device: str, cache: CacheStatus, now: float) -> tuple[str, ...]:
 
 
 def _old_row(device: str, old: OldGeneration) -> tuple[str, ...]:
-    pids = ", ".join(str(engine.pid) for engine in old.engines)
+    names = ", ".join(engine.name for engine in old.engines)
     return (
         device,
         old.cache,
@@ -155,7 +155,7 @@ def _old_row(device: str, old: OldGeneration) -> tuple[str, ...]:
         str(old.generation),
         bytes_text(old.bytes),
         _engines(old.engines),
-        f"mapped by pid {pids}: freed when that ends",
+        f"mapped by {names}: freed when that ends",
     )
 
 

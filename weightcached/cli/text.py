@@ -1,6 +1,7 @@
-"""Tables and words for a person: plain where the output is no terminal, so that programs can read
-it, and with colours on one. rich is imported for a terminal alone: `status` is asked by machines,
-too.
+"""Tables and words for a person: with colours on a terminal, plain elsewhere.
+
+Plain, so that programs can read it. rich is imported only for a terminal, because machines run
+`status` too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _STYLES = {
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows, the first being the head, as lines with aligned columns, two spaces apart."""
     if sys.stdout.isatty():
-        return _coloured(rows)
+        return _colour(rows)
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -40,7 +41,7 @@ def mark(word: str) -> str:
     return capture.get()
 
 
-def _coloured(rows: Sequence[Sequence[str]]) -> list[str]:
+def _colour(rows: Sequence[Sequence[str]]) -> list[str]:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

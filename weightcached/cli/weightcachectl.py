@@ -123,13 +123,21 @@ def status(devices: Sequence[str], as_json: bool, watch: bool) -> None:
 
 
 def _show_status(devices: Sequence[str], as_json: bool) -> int:
+    from weightcached.cli import engine as engines
     from weightcached.cli import status
+    from weightcached.wire.services import Services
 
     answers = _ask(devices)
+    services = Services([], {}) if devices else engines.ask_all()
+    for name, error in services.errors.items():
+        complain(f"{name}: {error}")
     if as_json:
-        _print_json(status.as_json(answers.replies))
-    elif answers.replies:
-        click.echo("\n".join(status.as_table(answers.replies)))
+        document = status.as_json(answers.replies)
+        _print_json(document | {"engines": engines.as_json(services.replies)})
+    else:
+        tables = [status.as_table(answers.replies)] if answers.replies else []
+        tables += [engines.as_table(services.replies)] if services.replies else []
+        click.echo("\n\n".join("\n".join(table) for table in tables), nl=bool(tables))
     return 0 if answers.replies else EXIT_NO_DAEMON
 
 
@@ -531,7 +539,7 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
 
 @main.group()
 def snapshot() -> None:
-    """List, verify or remove what is kept on disk.
+    """List, verify or remove snapshots on disk.
 
     Snapshots are written after a load if the manifest has the key snapshots, and bring the weights
     back without vLLM.
@@ -643,6 +651,7 @@ _name = click.argument("name")
 
 
 @engine.command("status")
+@_socket_dir
 @click.argument("name", required=False)
 @_json
 def engine_status(name: str | None, as_json: bool) -> None:
@@ -692,6 +701,7 @@ def _engine_job(verb: str, name: str) -> None:
 
 
 @engine.command("restart")
+@_socket_dir
 @_name
 def engine_restart(name: str) -> None:
     """Replace the engines by those of the manifest as it is now.
@@ -705,6 +715,7 @@ def engine_restart(name: str) -> None:
 
 
 @engine.command("sleep")
+@_socket_dir
 @_name
 def engine_sleep(name: str) -> None:
     """Send the engine to sleep, until somebody connects."""
@@ -712,6 +723,7 @@ def engine_sleep(name: str) -> None:
 
 
 @engine.command("wake")
+@_socket_dir
 @_name
 def engine_wake(name: str) -> None:
     """Wake the engine without waiting for a connection."""

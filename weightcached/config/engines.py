@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, listed, near_miss
 from weightcached.config.ranks import layout_of, needs
 from weightcached.errors import PlacementError
@@ -75,7 +76,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def merged(self, model: ModelSpec) -> dict[str, Any]:
         """The arguments of an engine: the model's, then this entry's."""
-        return {**model.engine, "load_format": "ipc_cache", **self.arguments}
+        return {**model.engine, "load_format": OWN_LOAD_FORMATS[0], **self.arguments}
 
     def digest(self, model: ModelSpec) -> str:
         """Identifies the start of an engine: equal digests are one version of the service."""

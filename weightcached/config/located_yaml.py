@@ -232,7 +232,7 @@ class Value:
             at.fail(f"the key {field} is missing" + (f": expected {wanted}" if wanted else ""))
         if isinstance(at.node, yaml.SequenceNode) and not at.node.value and "length" in what:
             at.fail("the list is empty: expected at least one entry")
-        expected, choices = _description(kind) or _expected(kind), _choices(kind)
+        expected, choices = _description(kind) or _describe_type(kind), _choices(kind)
         hint = near_miss(str(at.node.value), choices) if choices and at.kind == "str" else ""
         if at.kind == "str" and not at.node.value:
             expected = "a string that is not empty"
@@ -320,11 +320,11 @@ _TYPES: dict[type[inspect.Type], str] = {
 }
 
 
-def _expected(kind: inspect.Type) -> str:
-    return " or ".join(_expected_alone(_plain_type(k)) for k in _alternatives(kind))
+def _describe_type(kind: inspect.Type) -> str:
+    return " or ".join(_describe_one_type(_plain_type(k)) for k in _alternatives(kind))
 
 
-def _expected_alone(kind: inspect.Type) -> str:
+def _describe_one_type(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.LiteralType):
         return f"one of {listed(map(str, kind.values))}"
     if isinstance(kind, inspect.StrType):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,11 +27,13 @@ from weightcached.config.ranks import SIZES, Placement, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
 from weightcached.config.snapshots import SnapshotsEntry, SnapshotSpec, resolve_snapshots
 from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError, PlacementError
+from weightcached.system.notify import FOR_THIS_PROCESS
 from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
 ALL = "all"
 LAYOUT_KEYS = SIZES
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Size = Annotated[int, Meta(ge=1)]
 
 
@@ -46,6 +49,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     python: str | None = None
     rendezvous: Rendezvous | None = None
     identity: Literal["full", "sampled"] = "full"
+    # Variables of the loader's environment besides the daemon's.
+    env: dict[str, str] = {}
 
     def is_on(self, device: str) -> bool:
         """Whether a rank of this model is placed on `device`."""
@@ -79,6 +84,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             "group" if self.rendezvous else SOLO,
             self.rank_of(device),
         ]
+        if self.env:
+            loaded_from.append(self.env)
         return hashlib.sha256(msgspec.json.encode(loaded_from, order="deterministic")).hexdigest()
 
 
@@ -110,6 +117,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     python: Text | None = None
     rendezvous: rendezvous.Entry = "solo"
     identity: Literal["full", "sampled"] = "full"
+    env: dict[str, Any] = {}
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,6 +199,7 @@ def _model(entry: ModelEntry, at: Value) -> ModelSpec:
         python=entry.python,
         rendezvous=meeting,
         identity=entry.identity,
+        env={name: _variable(name, at["env"][name]) for name in entry.env},
     )
 
 
@@ -311,6 +320,18 @@ def _check_directory(model: str, *, config_elsewhere: bool) -> None:
 def _check_python(path: str, at: Value) -> None:
     if not path.startswith("/"):
         at.fail(f"expected the absolute path of an interpreter, got {path!r}")
+
+
+def _variable(name: str, at: Value) -> str:
+    if not _VARIABLE.fullmatch(name):
+        at.fail("no environment variable has such a name: expected one like VLLM_USE_DEEP_GEMM")
+    if name in FOR_THIS_PROCESS:
+        at.fail(f"{name} is between the service manager and the daemon: remove it")
+    if name == "CUDA_VISIBLE_DEVICES":
+        at.fail("a loader sees the device that it loads for, and no other: use devices")
+    if at.kind != "str":
+        at.fail(f"expected a string, got {at.described()}: quote it")
+    return str(at.plain())
 
 
 __all__ = [

@@ -17,7 +17,6 @@ SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _COUNTS = (*SIZES, "data_parallel_size_local", "nnodes", "prefill_context_parallel_size")
 _RANKS = ("node_rank", "data_parallel_rank", "data_parallel_start_rank")
 _MOVING_EXPERTS = ("enable_eplb", "enable_elastic_ep")
-KEYS = (*_COUNTS, *_RANKS, "enable_expert_parallel", *_MOVING_EXPERTS)
 
 
 class Layout(NamedTuple):

@@ -1,4 +1,4 @@
-"""`snapshots:` of the manifest: whether generations are kept as files, where, and how many."""
+"""`snapshots:` of the manifest: whether generations are kept as files, the directory, and limits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def default_directory() -> Path:
 
 
 def resolve_snapshots(entry: SnapshotsEntry, value: Value) -> SnapshotSpec:
-    """What the entry means; `value` is where it stands. Raises ManifestError."""
+    """The entry's settings; value: its place. Raises ManifestError."""
     try:
         directory = Path(entry.dir) if entry.dir else default_directory()
     except SnapshotError as e:

@@ -154,6 +154,8 @@ class Cache:
         self.identity: Literal["full", "sampled"] = "full"
         # Outlives its generation, so that an engine learns that its cache failed or was released.
         self.last_key: WeightCacheKey | None = None
+        # Of the load that is due, as far as the manifest tells: its key comes later, from vLLM.
+        self.checkpoint: CheckpointIdentity | None = None
         self._last_number = 0
 
     @property

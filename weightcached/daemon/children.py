@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Self
 
 import msgspec
@@ -54,6 +54,7 @@ class Child:
         *,
         stdin: bytes,
         device: str | None = None,
+        env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         capture: bool = False,
     ) -> None:
@@ -75,7 +76,7 @@ class Child:
                 stderr=subprocess.PIPE,
                 pass_fds=pass_fds,
                 start_new_session=True,
-                env=environment_of(command[0], device),
+                env=environment_of(command[0], device, env),
                 bufsize=0,
             )
         self.pid = self._process.pid
@@ -154,10 +155,18 @@ class Child:
 
 
 async def make_full_digest(
-    identity: CheckpointIdentity, on_progress: Callable[[], None] = lambda: None
+    identity: CheckpointIdentity,
+    on_progress: Callable[[], None] = lambda: None,
+    *,
+    idle: bool = True,
 ) -> str:
-    """The full digest of a checkpoint, by a child of lowest priority. Raises CheckpointError."""
+    """The full digest of a checkpoint, by a child, of lowest priority if nobody waits (`idle`).
+
+    Raises CheckpointError.
+    """
     command = [sys.executable, "-m", "weightcached.checkpoint.identity", "full"]
+    if idle:
+        command.append("--idle")
     try:
         child = Child(command, "digest", stdin=msgspec.json.encode(identity), capture=True)
     except OSError as e:
@@ -210,7 +219,9 @@ def _kill_member(pid: int, session: int) -> None:
             signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
 
 
-def environment_of(program: str, device: str | None = None) -> dict[str, str]:
+def environment_of(
+    program: str, device: str | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The environment of a child. With `device`, the child sees no other device.
 
     The working directory may have a directory named vllm: PYTHONSAFEPATH keeps the child, and its
@@ -218,4 +229,4 @@ def environment_of(program: str, device: str | None = None) -> dict[str, str]:
     """
     visible = device is not None and not is_host_device(device)
     own = {"CUDA_VISIBLE_DEVICES": device} if visible and device else {}
-    return environment_for(program, {"PYTHONSAFEPATH": "1"} | own)
+    return environment_for(program, {"PYTHONSAFEPATH": "1"} | dict(env or {}) | own)

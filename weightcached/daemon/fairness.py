@@ -37,7 +37,7 @@ class Account:
         self.start = 0
 
 
-class Turns:
+class FairQueue:
     """A queue of which at most `units`, or one item, are let go on at a time, then again after
     `pause_s` seconds.
 
@@ -109,10 +109,10 @@ class Queues:
     """One queue for everything, and more for work that costs more than its bytes or could block."""
 
     def __init__(self) -> None:
-        self.requests = Turns(units=_UNITS_AT_ONCE)
-        self.descriptors = Turns(units=1, pause_s=_DESCRIPTORS_PAUSE_S)
-        self.closing = Turns(units=1, pause_s=_CLOSE_PAUSE_S)
-        self.large = Turns(units=1, pause_s=_LARGE_PAUSE_S)
+        self.requests = FairQueue(units=_UNITS_AT_ONCE)
+        self.descriptors = FairQueue(units=1, pause_s=_DESCRIPTORS_PAUSE_S)
+        self.closing = FairQueue(units=1, pause_s=_CLOSE_PAUSE_S)
+        self.large = FairQueue(units=1, pause_s=_LARGE_PAUSE_S)
 
 
 class Ticket:

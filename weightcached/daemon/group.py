@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from weightcached.config.wanted import Wanted
@@ -20,6 +20,12 @@ from weightcached.wire.requests import ask_status
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
+# Until a peer begins: it looks at files and versions first.
+_BEGIN_TIMEOUT_S = 60.0
+
+
+# Phases of a loader that has met its peers.
+_MET = frozenset({"weights", "packing", "proving", "publishing", "tuning"})
 
 
 class GroupPeers:
@@ -29,17 +35,24 @@ class GroupPeers:
         self._device = device
         self._socket_of = socket_of
 
-    async def call(self, want: Wanted) -> None:
-        """Have those load along that would not come by themselves; the others load anyway."""
+    async def call(self, want: Wanted, *, but: Collection[str] = ()) -> set[str]:
+        """Have those load along that would not come by themselves, `but` for some devices; the
+        others load anyway. Returns the devices that were asked.
+        """
+        asked = set()
         for device, cache in (await self._caches(want)).items():
-            if cache.state == "ready" and not cache.phase:
+            if device not in but and cache.state == "ready" and not cache.phase:
                 log.info("asked to load along cache=%s device=%s", want.name, device)
                 await asyncio.to_thread(self._ask_along, device, want.name)
+                asked.add(device)
+        return asked
 
     async def lacks(self, want: Wanted) -> bool:
-        """Whether a rank of the group loads or has failed, and so needs the others."""
+        """Whether a rank of the group waits for the others: one that loads, and is not beyond the
+        meeting.
+        """
         found = (await self._caches(want)).values()
-        return any(cache.state in ("loading", "failed") for cache in found)
+        return any(cache.state == "loading" and cache.phase not in _MET for cache in found)
 
     async def _caches(self, want: Wanted) -> dict[str, CacheStatus]:
         devices = [device for device in want.spec.devices if device != self._device]
@@ -64,6 +77,6 @@ class GroupPeers:
         try:
             with Connection.connect(path, timeout_s=_TIMEOUT_S, purpose="ctl") as connection:
                 # The reload goes on when we hang up; its first word shows that it has begun.
-                connection.request(Reload(caches=[name], along=True), _TIMEOUT_S)
+                connection.request(Reload(caches=[name], along=True), _BEGIN_TIMEOUT_S)
         except WeightcachedError as e:
             log.warning("peer does not load along cache=%s device=%s error=%s", name, device, e)

@@ -1,9 +1,9 @@
 """Who may change the device's memory, and when: loads of ours, and engines that rely on it staying as it is.
 
-vLLM asserts on the free memory of the whole device while it measures how much a KV cache may have, and when it
-sleeps. What we load or free meanwhile would end that engine, or cost it KV cache. So an engine holds loads off, by a
-connection that it keeps open for that time; a load waits until nobody does. An engine that comes while a load has the
-device waits for its end.
+vLLM asserts on the free memory of the whole device while it measures how much a KV cache may have,
+and when it sleeps. Loading or freeing meanwhile would end that engine, or cost it KV cache. So an
+engine holds loads off, by a connection that it keeps open for that time; a load waits until nobody
+does. An engine that comes while a load has the device waits for its end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator
 
 from weightcached.daemon.caches import Cache
@@ -24,18 +23,19 @@ LIMIT_S = 600.0
 
 
 class Hold:
-    """One engine's. `pid` is 0 where it cannot be seen."""
+    """One engine's hold. process: tells it from others; name: for people."""
 
-    __slots__ = ("began_s", "pid")
+    __slots__ = ("name", "process")
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.began_s = time.monotonic()
+    def __init__(self, process: int, name: str) -> None:
+        self.process = process
+        self.name = name
 
 
 class Holds:
-    """All holds, and the cache whose load has the device. One that lasts longer than `limit_s` is ended: an engine
-    that hangs must not keep a device from being loaded for good.
+    """All holds, and the cache whose load has the device.
+
+    A hold longer than `limit_s` is ended: an engine that hangs must not prevent loads for ever.
     """
 
     def __init__(self, *, limit_s: float = LIMIT_S) -> None:
@@ -44,11 +44,11 @@ class Holds:
         self.loading: Cache | None = None
         self.changed = Broadcast()
 
-    def begin(self, pid: int) -> Hold | None:
+    def begin(self, process: int, name: str) -> Hold | None:
         """A new hold; None while a load has the device."""
         if self.loading is not None:
             return None
-        hold = Hold(pid)
+        hold = Hold(process, name)
         loop = asyncio.get_running_loop()
         self._holds[hold] = loop.call_later(self._limit_s, self._expire, hold)
         return hold
@@ -61,26 +61,24 @@ class Holds:
             self.changed.fire()
 
     def _expire(self, hold: Hold) -> None:
-        log.warning(
-            "an engine held loads off for %.0f s, that is over pid=%d", self._limit_s, hold.pid
-        )
+        log.warning("%s held loads off for %.0f s: that is over", hold.name, self._limit_s)
         self.end(hold)
 
-    def pids(self, *, but: int | None = None) -> list[int]:
-        """Who holds loads off, one process left out."""
-        return [hold.pid for hold in self._holds if hold.pid != but]
+    def names(self, *, but: int | None = None) -> list[str]:
+        """The processes that hold loads off, without one of them."""
+        return [hold.name for hold in self._holds if hold.process != but]
 
     async def none(self, *, but: int | None = None) -> None:
-        """Return once nobody holds loads off, but for one process."""
-        while self.pids(but=but):
+        """Return once nobody but one process holds loads off."""
+        while self.names(but=but):
             await self.changed.wait()
 
     @contextlib.asynccontextmanager
     async def device_for(self, cache: Cache) -> AsyncIterator[None]:
         """The device for a load of this cache, as soon as no engine relies on its memory."""
-        if pids := self.pids():
+        if names := self.names():
             log.info(
-                "load waits for engines that measure memory cache=%s pids=%s", cache.name, pids
+                "load waits for engines that measure memory cache=%s engines=%s", cache.name, names
             )
         await self.none()
         self.loading = cache

@@ -68,11 +68,14 @@ class Lease:
     A parked engine sleeps; `ask_to_unmap` sends it the question.
     """
 
-    __slots__ = ("ask_to_unmap", "generation", "parked", "pid", "since")
+    __slots__ = ("ask_to_unmap", "generation", "label", "parked", "pid", "since")
 
-    def __init__(self, generation: Leased, pid: int, ask_to_unmap: Callable[[], object]) -> None:
+    def __init__(
+        self, generation: Leased, pid: int, ask_to_unmap: Callable[[], object], label: str
+    ) -> None:
         self.generation = generation
         self.pid = pid
+        self.label = label
         self.since = time.time()
         self.parked = False
         self.ask_to_unmap = ask_to_unmap
@@ -81,6 +84,7 @@ class Lease:
         held = self.generation
         return EngineStatus(
             pid=self.pid,
+            label=self.label,
             since=self.since,
             generation=held.number,
             bytes=held.nbytes,
@@ -97,9 +101,14 @@ class Leases:
         self.changed = Broadcast()
 
     def begin(
-        self, generation: Leased, pid: int, ask_to_unmap: Callable[[], object] = lambda: None
+        self,
+        generation: Leased,
+        pid: int,
+        ask_to_unmap: Callable[[], object] = lambda: None,
+        *,
+        label: str = "",
     ) -> Lease:
-        lease = Lease(generation, pid, ask_to_unmap)
+        lease = Lease(generation, pid, ask_to_unmap, label)
         self._leases[lease] = None
         self.changed.fire()
         return lease

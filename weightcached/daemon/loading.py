@@ -70,7 +70,9 @@ class Delivery:
 
 
 class LoadRequest(NamedTuple):
-    """One cache to load, from the manifest. python: the engine's interpreter; None: ours."""
+    """One cache to load, from the manifest. python: the engine's interpreter; None: ours. env:
+    variables of its environment besides ours.
+    """
 
     device: str
     cache: str
@@ -84,10 +86,11 @@ class LoadRequest(NamedTuple):
     identity: Literal["full", "sampled"]
     python: str | None
     boot_id: str
+    env: dict[str, str] = {}  # noqa: RUF012
 
     def job(self, socket_fd: int, *, waits: bool) -> LoaderJob:
         fields = self._asdict()
-        del fields["python"]
+        del fields["python"], fields["env"]
         return LoaderJob(**fields, socket_fd=socket_fd, waits=waits)
 
 
@@ -159,7 +162,12 @@ class LoaderRun:
         job = encode_job(request.job(socket_fd, waits=waits))
         try:
             child = Child(
-                self._command, self._name, stdin=job, device=request.device, pass_fds=[socket_fd]
+                self._command,
+                self._name,
+                stdin=job,
+                device=request.device,
+                env=request.env,
+                pass_fds=[socket_fd],
             )
         except OSError as e:
             raise LoadFailedError(

@@ -235,7 +235,7 @@ class Daemon:
             boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
-            look=partial(Staleness, self.matcher.full_digest, digest),
+            look=partial(Staleness, self.matcher.full_digest, partial(digest, idle=False)),
             snapshots=self._snapshots,
             unmap_parked=self.leases.unmap_parked,
             holds=self.holds,
@@ -361,7 +361,7 @@ class Daemon:
             return refusal("busy", message)
         self._reloads += 1
         task = asyncio.create_task(self._reload(force=force, only=only, along=along))
-        task.add_done_callback(self._reload_ended)
+        task.add_done_callback(self._count_ended_reload)
         self._keep(task)
         return task
 
@@ -379,7 +379,7 @@ class Daemon:
             finally:
                 await self._notifier.ready(self._summary())
 
-    def _reload_ended(self, _: asyncio.Task[ReloadResult]) -> None:
+    def _count_ended_reload(self, _: asyncio.Task[ReloadResult]) -> None:
         self._reloads -= 1
 
     # ---- inspection

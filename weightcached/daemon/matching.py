@@ -100,7 +100,34 @@ class Matcher:
                 undecided.append(_Undecided(offer, verdict))
         if undecided:
             return await self._settle(undecided[0], key, sampled=sampled)
-        unknown = [offer for offer in offers if offer.key is None]
+        return self._by_checkpoint(offers, nearest, key, sampled=sampled)
+
+    def _by_checkpoint(
+        self, offers: list[_Offer], nearest: list[Mismatch], key: WeightCacheKey, *, sampled: bool
+    ) -> Answer:
+        """No known key matches. A load whose key is not known yet still may, unless it reads another checkpoint."""
+        unknown: list[_Offer] = []
+        for offer in offers:
+            cached = offer.cache.checkpoint
+            if offer.key is not None:
+                continue
+            if cached is None or not isinstance(offer.what, LoadProgress):
+                unknown.append(offer)
+                continue
+            verdict = decide(
+                cached, key.checkpoint, mode="sampled" if sampled else offer.cache.identity
+            )
+            if isinstance(verdict, Different):
+                field = FieldMismatch(
+                    "checkpoint", f"{cached.root} ({verdict.reason})", key.checkpoint.root
+                )
+                nearest.append(_mismatch(offer.cache, [field]))
+            elif (
+                isinstance(verdict, Need) and verdict.rung == "sample" and not key.checkpoint.sample
+            ):
+                return NeedDigest(rung="sample", files=names_to_compare(cached, key.checkpoint))
+            else:
+                unknown.append(offer)
         return _without_match(unknown, nearest)
 
     def forget(self, generation: Generation) -> None:

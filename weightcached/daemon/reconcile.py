@@ -18,9 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from weightcached.checkpoint.identity import CheckpointIdentity, record_checkpoint, with_sample
+from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
-from weightcached.daemon.caches import Cache, Caches, Generation
+from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import Holds
@@ -38,7 +40,7 @@ from weightcached.daemon.notify import Notifier
 from weightcached.daemon.retries import Retries
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
-from weightcached.errors import ManifestError, UnknownCacheError
+from weightcached.errors import ManifestError, UnknownCacheError, WeightcachedError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
@@ -49,6 +51,8 @@ log = logging.getLogger(__name__)
 
 _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
+# How often a rank looks for peers that have restored theirs, or had it all along.
+_PEERS_PERIOD_S = 2.0
 
 
 class Plan(NamedTuple):
@@ -179,6 +183,7 @@ class Reconciler:
         self._unmap_parked = unmap_parked
         self._holds = holds or Holds()
         self._freeing: set[asyncio.Task[None]] = set()
+        self._looking: set[asyncio.Task[None]] = set()
         self._peers = peers
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
@@ -229,7 +234,7 @@ class Reconciler:
                 self.settled.set()
             await self._note_aside()
             self._caches.changed.fire()
-            # Who forces a reload distrusts what is there, the snapshots too.
+            # A forced reload distrusts the snapshots too.
             outcomes += await self._load_all(todo.load, None if force else look)
             if along:
                 await self._load_along(todo.unchanged)
@@ -244,18 +249,19 @@ class Reconciler:
             # Asked for by several that were lost, they all met the first time.
             if cache.generation is None or not await self._peers.lacks(want):
                 continue
-            run = self._start(want, None, at_once=True)
-            try:
-                delivery = await run.delivery()
-            except (LoadFailedError, OSError) as e:
-                log.warning("did not load along cache=%s error=%s", want.name, e)
-            else:
-                close_all([delivery.index_fd, *delivery.segment_fds])
-                log.info("loaded along cache=%s", want.name)
-            finally:
-                cache.end_load()
-                await run.discard()
-                self._caches.changed.fire()
+            async with self._holds.device_for(cache):
+                run = self._start(want, None, at_once=True, along=True)
+                try:
+                    delivery = await run.delivery()
+                except (LoadFailedError, OSError) as e:
+                    log.warning("did not load along cache=%s error=%s", want.name, e)
+                else:
+                    close_all([delivery.index_fd, *delivery.segment_fds])
+                    log.info("loaded along cache=%s", want.name)
+                finally:
+                    cache.end_load()
+                    await run.discard()
+                    self._caches.changed.fire()
 
     async def retry(self) -> None:
         """Load the caches that are due to be tried again, by the manifest as last read."""
@@ -329,12 +335,23 @@ class Reconciler:
     def _queue(self, want: Wanted) -> None:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity = want.spec.identity
+        cache.checkpoint = None
         cache.begin_load()
+        looking = asyncio.create_task(self._look_at_checkpoint(cache, want))
+        self._looking.add(looking)
+        looking.add_done_callback(self._looking.discard)
+
+    async def _look_at_checkpoint(self, cache: Cache, want: Wanted) -> None:
+        """Find loads that an engine must not wait for: those of other weights than its own."""
+        checkpoint = await asyncio.to_thread(_checkpoint_of, want)
+        if self._wanted.get(want.name) is want:
+            cache.checkpoint = checkpoint
+            self._caches.changed.fire()
 
     async def _load_all(
         self, wanted: Sequence[Wanted], look: Staleness | None
     ) -> list[CacheOutcome]:
-        """Load, or restore where `look` finds a snapshot to be what a load would make."""
+        """Load, or restore if `look` finds a snapshot that equals the result of a load."""
         outcomes: list[CacheOutcome] = []
         started: dict[str, QueuedRun] = {}
         left = list(wanted)
@@ -370,19 +387,20 @@ class Reconciler:
             cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
             self.retries.failed(cache.name)
 
-    def _start(self, want: Wanted, look: Staleness | None, *, at_once: bool) -> QueuedRun:
+    def _start(
+        self, want: Wanted, look: Staleness | None, *, at_once: bool, along: bool = False
+    ) -> QueuedRun:
         turn = asyncio.Event()
         if at_once:
             turn.set()
         cache = self._caches.ensure(want.name, want.role)
-        return QueuedRun(turn, asyncio.create_task(self._run_loader(cache, want, look, turn)))
+        run = self._run_loader(cache, want, look, turn, along=along)
+        return QueuedRun(turn, asyncio.create_task(run))
 
     async def _load(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
         cache = self._caches.ensure(want.name, want.role)
         began_s = time.monotonic()
         try:
-            if want.spec.rendezvous is not None and self._peers is not None:
-                await self._peers.call(want)
             delivery = await run.delivery()
         except LoadFailedError as e:
             self._record_failure(cache, e)
@@ -403,7 +421,13 @@ class Reconciler:
         )
 
     async def _run_loader(
-        self, cache: Cache, want: Wanted, look: Staleness | None, turn: asyncio.Event
+        self,
+        cache: Cache,
+        want: Wanted,
+        look: Staleness | None,
+        turn: asyncio.Event,
+        *,
+        along: bool,
     ) -> Delivery:
         load = cache.begin_load()
 
@@ -436,7 +460,27 @@ class Reconciler:
                     path,
                     e,
                 )
-        return await run().run()
+        if want.spec.rendezvous is None or self._peers is None or along:
+            return await run().run()
+        caller = asyncio.create_task(self._call_peers(self._peers, want, load, turn))
+        try:
+            return await run().run()
+        finally:
+            caller.cancel()
+            await asyncio.gather(caller, return_exceptions=True)
+
+    async def _call_peers(
+        self, peers: GroupPeers, want: Wanted, load: LoadProgress, turn: asyncio.Event
+    ) -> None:
+        """Until the ranks have met, ask those to load along that serve and would not come."""
+        await turn.wait()
+        asked: set[str] = set()
+        while True:
+            asked |= await peers.call(want, but=asked)
+            await asyncio.sleep(_PEERS_PERIOD_S)
+            # The key is told right after the meeting.
+            if load.key is not None:
+                return
 
     def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
         placement = want.spec.placement_of(self._device)
@@ -453,6 +497,7 @@ class Reconciler:
             identity=want.spec.identity,
             python=want.spec.python,
             boot_id=self._boot_id,
+            env=want.spec.env,
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
@@ -560,9 +605,11 @@ class Reconciler:
         """Free its memory, at once, or once no engine relies on the device's memory but process `by`."""
         self._snapshots.stop_writing(generation)
         self._matcher.forget(generation)
-        if pids := self._holds.pids(but=by):
+        if names := self._holds.names(but=by):
             log.info(
-                "freed once engines have measured memory cache=%s pids=%s", generation.cache, pids
+                "freed once engines have measured memory cache=%s engines=%s",
+                generation.cache,
+                names,
             )
             task = asyncio.create_task(self._free_later(generation, by))
             self._freeing.add(task)
@@ -589,6 +636,17 @@ class Reconciler:
             log.warning(
                 "stays in the store until the unit stops cache=%s error=%s", generation.cache, e
             )
+
+
+def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
+    """The checkpoint that a load of this entry reads, with its sample; None where that is not to be told before the
+    load, e.g. of a model that is downloaded first.
+    """
+    try:
+        return with_sample(record_checkpoint(**checkpoint_arguments(want.spec.engine, want.role)))
+    except (WeightcachedError, OSError, TypeError, ValueError) as e:
+        log.debug("cannot tell which checkpoint will be loaded cache=%s: %s", want.name, e)
+        return None
 
 
 def _served_number(cache: Cache) -> int:

@@ -132,12 +132,12 @@ class Server:
             log.warning("peer refused reason=%s", e)
             self._refuse(sock, Ticket(self._queues, 0), refusal("peer", str(e)))
             return
-        ticket = Ticket(self._queues, peer.pid)
+        ticket = Ticket(self._queues, peer.process)
         if untrusted_fds.has_left(sock):
             # Most of those that a flood left in the backlog.
             self._hang_up(sock, ticket)
             return
-        limit = self._limit_reached(sock)
+        limit = self._find_limit(sock)
         # Our own handshake is let in always: peers that fill the table must not make the watchdog
         # bite.
         if limit and peer.pid != os.getpid() and not await self._make_room(peer):
@@ -151,16 +151,16 @@ class Server:
         session = self._open_session(sock, peer)
         task = asyncio.create_task(self._serve(sock, peer, session, ticket))
         self._connections[task] = _Connection(peer, session)
-        self._of_process[peer.pid] += 1
+        self._of_process[peer.process] += 1
         task.add_done_callback(self._forget_connection)
 
     def _forget_connection(self, task: asyncio.Task[None]) -> None:
-        pid = self._connections.pop(task).peer.pid
-        self._of_process[pid] -= 1
-        if not self._of_process[pid]:
-            del self._of_process[pid]
+        process = self._connections.pop(task).peer.process
+        self._of_process[process] -= 1
+        if not self._of_process[process]:
+            del self._of_process[process]
 
-    def _limit_reached(self, sock: socket.socket) -> str:
+    def _find_limit(self, sock: socket.socket) -> str:
         """Why one more connection is too many, or ""."""
         if len(self._connections) >= MAX_CONNECTIONS:
             return f"{MAX_CONNECTIONS} connections, the maximum"
@@ -175,11 +175,11 @@ class Server:
         It ends the last one that has no lease.
         """
         greediest, count = max(self._of_process.items(), key=lambda item: item[1], default=(0, 0))
-        if count <= self._of_process[newcomer.pid] + 1:
+        if count <= self._of_process[newcomer.process] + 1:
             return False
         for task, connection in reversed(self._connections.items()):
             if (
-                connection.peer.pid == greediest
+                connection.peer.process == greediest
                 and not connection.session.is_needed
                 and not task.cancelling()
             ):

@@ -75,12 +75,13 @@ IDLE_TIMEOUT_S = 60.0
 # Loading and Progress are repeated at least this often.
 REPEAT_S = 1.0
 PROGRESS_S = 0.25
-# Of a load that is over, while what it replaces is freed.
+# The load is over, but the old generation is still being freed.
 PUBLISHING = "publishing"
+_LABEL_CHARS = 200
 _FILES_PER_UNIT = 256
 
 
-class Service(Protocol):
+class SessionHost(Protocol):
     """The parts of main.py's Daemon that sessions use."""
 
     device: str
@@ -109,7 +110,7 @@ class Session:
         self,
         sock: socket.socket,
         peer: Peer,
-        service: Service,
+        service: SessionHost,
         *,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
@@ -121,7 +122,7 @@ class Session:
         self._leases: dict[Generation, Lease] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._hold: Hold | None = None
-        self._ticket = Ticket(service.queues, peer.pid)
+        self._ticket = Ticket(service.queues, peer.process)
 
     @property
     def is_needed(self) -> bool:
@@ -163,6 +164,7 @@ class Session:
             )
             return False
         self._purpose = hello.purpose
+        self._peer.label = printable(hello.label, _LABEL_CHARS)
         service = self._service
         await self._send(
             Welcome(
@@ -271,11 +273,13 @@ class Session:
 
     def _begin_lease(self, generation: Generation) -> None:
         if generation not in self._leases:
-            lease = self._service.leases.begin(generation, self._peer.pid, self._ask_to_unmap)
+            lease = self._service.leases.begin(
+                generation, self._peer.pid, self._ask_to_unmap, label=self._peer.label
+            )
             self._leases[generation] = lease
             log.info(
-                "attached pid=%d cache=%s generation=%d",
-                self._peer.pid,
+                "attached %s cache=%s generation=%d",
+                _logged(self._peer),
                 generation.cache,
                 generation.number,
             )
@@ -308,7 +312,7 @@ class Session:
         for generation in list(self._leases):
             service.leases.end(self._leases.pop(generation))
             # The daemon's own from here on: others may hold it for days, and this engine may leave.
-            release = service.release(generation, by=self._peer.pid)
+            release = service.release(generation, by=self._peer.process)
             if not service.leases.on(generation):
                 await asyncio.wait({release})
         await self._send(Done())
@@ -318,7 +322,7 @@ class Session:
         while True:
             event = holds.changed.next()
             if self._hold is None:
-                self._hold = holds.begin(self._peer.pid)
+                self._hold = holds.begin(self._peer.process, _name(self._peer))
             if self._hold is not None:
                 await self._send(Done())
                 return
@@ -357,9 +361,9 @@ class Session:
         """Send Unmap at any time: an engine that sleeps waits for no answer."""
         task = asyncio.create_task(self._send(Unmap()))
         self._asking.add(task)
-        task.add_done_callback(self._asked)
+        task.add_done_callback(self._end_asking)
 
-    def _asked(self, task: asyncio.Task[None]) -> None:
+    def _end_asking(self, task: asyncio.Task[None]) -> None:
         self._asking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.info("a parked engine is not reached pid=%d error=%r", self._peer.pid, error)
@@ -405,10 +409,10 @@ class Session:
             # Engines on an older generation keep it in any case.
             and (awake := service.leases.awake(cache.generation))
         ):
-            pids = ", ".join(str(lease.pid) for lease in awake)
+            engines = ", ".join(lease.status().name for lease in awake)
             refused = refusal(
                 "in-use",
-                f"{cache.name} is in use by pid {pids}: stop the engine, or drop it with --force; weights "
+                f"{cache.name} is in use by {engines}: stop the engine, or drop it with --force; weights "
                 "that an engine has mapped stay valid",
             )
         else:
@@ -439,6 +443,15 @@ class Session:
 
     async def _send(self, message: Message) -> None:
         await packets.send(self._sock, encode(message), timeout_s=SEND_TIMEOUT_S)
+
+
+def _name(peer: Peer) -> str:
+    return f"pid {peer.pid}" if peer.pid or not peer.label else peer.label
+
+
+def _logged(peer: Peer) -> str:
+    unseen = f" label={peer.label!r}" if not peer.pid and peer.label else ""
+    return f"pid={peer.pid}{unseen}"
 
 
 def _ready(generation: Generation, *, descriptors: int = 0) -> Ready:

@@ -1,5 +1,4 @@
-"""Snapshots of one device's caches: which one fits what the manifest wants, and the child that
-writes one of what is served.
+"""Snapshots of one device's caches: the one that fits the manifest, and the child that writes one.
 
 Nothing here is needed to serve: a directory that is full, read-only, another user's or tampered
 with costs a line in the log, and the weights are loaded.
@@ -42,9 +41,9 @@ class _Writing:
 
 
 class Snapshots:
-    """`spec` is what the manifest said last; without it nothing is read or written.
+    """spec: from the manifest; without it nothing is read or written.
 
-    socket_dir: of the daemon's own socket, where a writer asks for the descriptors.
+    socket_dir: directory of the daemon's socket, at which a writer asks for the descriptors.
     """
 
     def __init__(self, device: str, socket_dir: Path) -> None:
@@ -55,16 +54,16 @@ class Snapshots:
         self._one_at_a_time = asyncio.Lock()
 
     async def find(self, want: Wanted, why_stale: WhyStale) -> Path | None:
-        """The newest snapshot that is what a load of `want` would make now, or None.
+        """The newest snapshot that equals the result of a load of `want` now, or None.
 
-        The log says of each other one why it is not used.
+        The log says why each other one is not used.
         """
         if self.spec is None:
             return None
         for path in await asyncio.to_thread(
             list_snapshots, self.spec.directory, self._device, want.name
         ):
-            reason = await self._why_unfit(path, want, why_stale)
+            reason = await self._find_misfit(path, want, why_stale)
             if not reason:
                 return path
             log.info(
@@ -75,7 +74,7 @@ class Snapshots:
             )
         return None
 
-    async def _why_unfit(self, path: Path, want: Wanted, why_stale: WhyStale) -> str:
+    async def _find_misfit(self, path: Path, want: Wanted, why_stale: WhyStale) -> str:
         try:
             snapshot = await asyncio.to_thread(open_snapshot, path)
         except SnapshotError as e:
@@ -113,12 +112,12 @@ class Snapshots:
             del self._writing[generation.cache]
 
     def outcome(self, generation: Generation) -> str:
-        """What became of the generation's snapshot: "", "writing", "written", or why it failed."""
+        """The state of the generation's snapshot: "", "writing", "written", or why it failed."""
         begun = self._writing.get(generation.cache)
         return begun.outcome if begun and begun.generation is generation else ""
 
     async def close(self) -> None:
-        """End the writer. What it had begun is removed by the next one."""
+        """End the writer. The next one removes its unfinished files."""
         await end_tasks(*(begun.task for begun in self._writing.values()))
         self._writing.clear()
 

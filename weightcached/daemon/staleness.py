@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -57,7 +57,7 @@ class Staleness:
         """Why a load would make another generation now, or ""."""
         return (
             await self._other_versions(generation, want.spec.python or sys.executable)
-            or _other_environment(generation)
+            or _other_environment(generation, want.spec.env)
             or await self._other_checkpoint(generation, want)
         )
 
@@ -98,9 +98,10 @@ class Staleness:
                 now = msgspec.structs.replace(now, full=await self._digest_child(now))
 
 
-def _other_environment(generation: Generation) -> str:
+def _other_environment(generation: Generation, env: Mapping[str, str]) -> str:
     names = generation.key.environment
-    now = {name: os.environ[name] for name in names if name in os.environ}
+    ours = os.environ | env
+    now = {name: ours[name] for name in names if name in ours}
     return _difference(generation.environment, now)
 
 

@@ -1,4 +1,4 @@
-"""One engine of a service, in a process of its own: what the supervisor may ask of it.
+"""One engine of a service, in its own process: it answers the supervisor's questions.
 
     python -m weightcached.engine.child MODULE     the job on standard input, sockets as descriptors 3 and 4
 
@@ -11,7 +11,6 @@ engine's is left, no other engine can serve.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import importlib
 import os
@@ -26,59 +25,17 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from weightcached.engine import control
+from weightcached.engine.records import record_of, write_record
 from weightcached.errors import EngineError
+from weightcached.wire.engine_job import Activity, Job, say_error
 
 PUBLIC_FD = 3
 CONTROL_FD = 4
 _FENCE_RETRY_S = 0.002
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine is started with. `directory` is its own, in the service's; `listen` is the
-    public address as the manifest has it. `parked`: another engine serves, so start without the
-    memory of a KV cache where that can be done. kv_cache_bytes: what an equal engine measured, 0
-    if unknown. `remembered` are facts of the last first start with the same arguments.
-    """
-
-    service: str
-    number: int
-    directory: str
-    host: str
-    port: int
-    path: str
-    arguments: dict[str, Any]
-    environment: dict[str, str] = {}
-    parked: bool = False
-    kv_cache_bytes: int = 0
-    devices: list[str] = []
-    remembered: dict[str, Any] = {}
-
-    @property
-    def fence(self) -> Path:
-        return Path(self.directory).parent / "fence"
-
-    @property
-    def private_socket(self) -> Path:
-        return Path(self.directory) / "http.sock"
-
-    @property
-    def control_socket(self) -> Path:
-        return Path(self.directory) / "control.sock"
-
-    @property
-    def error_file(self) -> Path:
-        return Path(self.directory) / "error"
-
-
-class Activity(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests since the engine's start, and those under way now."""
-
-    requests: int
-    active: int
-
-
-class Engine(Protocol):
-    """What makes the engine offers. `facts` are for the supervisor's record."""
+class AsyncEngine(Protocol):
+    """The interface of the engine that MODULE makes. facts: for the supervisor's record."""
 
     @property
     def asleep(self) -> bool: ...
@@ -89,16 +46,15 @@ class Engine(Protocol):
 
     async def wake(self) -> None: ...
     async def sleep(self) -> None:
-        """Give back what an engine without requests need not have; do nothing where that is
-        nothing.
-        """
+        """Free memory that an engine without requests does not need, if there is any."""
 
     async def accept_on(self, sock: socket.socket) -> None:
         """Serve clients of `sock`, which is owned from here on."""
 
     async def stop_accepting(self, drain_s: float) -> int:
-        """Take no new connection, let those that are there end, for at most `drain_s`. Returns how
-        many were cut off.
+        """Take no new connection; let present ones end, for at most `drain_s`.
+
+        Returns how many were cut off.
         """
 
     async def ended(self) -> None:
@@ -106,24 +62,24 @@ class Engine(Protocol):
 
 
 class Module(Protocol):
-    """What MODULE has."""
+    """The interface of MODULE."""
 
     def prepare(self) -> str:
         """Import what engines need. Returns why engines cannot be forked after that, or ""."""
 
     def try_in_fork(self) -> None:
-        """Do what would hang in a forked process, if anything does."""
+        """Do an operation that would hang in a badly forked process."""
 
     def run(self, main: Any) -> None:
         """Run the coroutine to its end on the event loop that the engine wants."""
 
-    def start(self, job: Job, fence_fd: int) -> AbstractAsyncContextManager[Engine]: ...
+    def start(self, job: Job, fence_fd: int) -> AbstractAsyncContextManager[AsyncEngine]: ...
 
 
-class Child:
+class EngineChild:
     """Answers the supervisor."""
 
-    def __init__(self, engine: Engine, job: Job, fence_fd: int, public: socket.socket) -> None:
+    def __init__(self, engine: AsyncEngine, job: Job, fence_fd: int, public: socket.socket) -> None:
         self._engine = engine
         self._job = job
         self._fence_fd = fence_fd
@@ -192,10 +148,13 @@ class Child:
 async def _serve(job: Job, module: Module, public: socket.socket, control_fd: int) -> None:
     fence_fd = os.open(job.fence, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     async with module.start(job, fence_fd) as engine:
-        child = Child(engine, job, fence_fd, public)
+        if not (Path(job.directory) / "record.json").exists():
+            # A new supervisor has found no record yet, and does not know of this engine.
+            raise EngineError(f"{job.directory} was removed: no supervisor knows of this engine")
+        child = EngineChild(engine, job, fence_fd, public)
         with socket.socket(fileno=control_fd) as sock:
             sock.setblocking(False)
-            server = control.Server(sock, child.handle)
+            server = control.ControlServer(sock, child.handle)
             await engine.ended()
             server.close()
 
@@ -204,6 +163,8 @@ def run(job: Job, module: Module, *, public_fd: int, control_fd: int) -> int:
     """Serve until the engine ends or is ended. Returns the exit status."""
     os.environ.update(job.environment)
     try:
+        record = record_of(job.number, job.digest, os.getpid(), job.arguments)
+        write_record(Path(job.directory), record)
         module.run(_serve(job, module, socket.socket(fileno=public_fd), control_fd))
     except KeyboardInterrupt:
         return 1
@@ -213,13 +174,6 @@ def run(job: Job, module: Module, *, public_fd: int, control_fd: int) -> int:
         return 1
     say_error(job.error_file, RuntimeError("the engine ended by itself"))
     return 0
-
-
-def say_error(path: Path, error: BaseException) -> None:
-    """Keep the reason of the end for the supervisor. The first one said counts: it is the cause."""
-    text = str(error) if str(error) else type(error).__name__
-    with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
-        file.write(text)
 
 
 def main() -> None:

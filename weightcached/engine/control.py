@@ -1,6 +1,7 @@
 """Questions between a supervisor and its engines, asked and answered on the event loop.
 
-Replies may come in any order, and every question has a deadline: who does not answer hangs.
+Replies may come in any order, and every question has a deadline: without an answer the engine
+hangs.
 """
 
 from __future__ import annotations
@@ -29,9 +30,7 @@ Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[dict[str, Any], int | 
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that takes requests, in a directory that only this user may enter. Raises
-    OSError.
-    """
+    """A socket that takes requests, in a directory of this user alone. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -45,15 +44,11 @@ def listen(path: Path) -> socket.socket:
     return sock
 
 
-class Server:
-    """Answers requests on a listening socket, each in a task of its own: a long one holds up no
-    question.
-    """
+class ControlServer:
+    """Answers requests on a listening socket, each in its own task, so that a long one blocks none."""
 
     def __init__(self, sock: socket.socket, handler: Handler) -> None:
-        """`handler` gives a result, and a descriptor to send with it; EngineError is told to the
-        peer.
-        """
+        """handler: returns a result and a descriptor to send; its EngineError is sent to the peer."""
         self._sock = sock
         self._handler = handler
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,18 +91,21 @@ class Server:
         fd = None
         try:
             result, fd = await self._handler(request.command, request.arguments)
-            reply = Reply(number=request.number, result=result)
+            data = msgspec.json.encode(Reply(number=request.number, result=result))
         except WeightcachedError as e:
-            reply = Reply(number=request.number, error=str(e))
+            data = msgspec.json.encode(Reply(number=request.number, error=str(e)))
         except Exception as e:
-            reply = Reply(number=request.number, error=f"{type(e).__name__}: {e}")
+            reason = f"{type(e).__name__}: {e}"
+            data = msgspec.json.encode(Reply(number=request.number, error=reason))
         # Nobody waits for the reply of a peer that has gone, nor of one that reads none.
         with contextlib.suppress(OSError, ProtocolError):
-            send_packet(peer, msgspec.json.encode(reply), [] if fd is None else [fd])
+            send_packet(peer, data, [] if fd is None else [fd])
 
     def close(self) -> None:
-        """Take no more requests. Each task closes its own socket, after it has stopped waiting on
-        it: the number could be another socket's by then.
+        """Take no more requests.
+
+        Each task closes its own socket after it has stopped waiting on it, because another socket
+        could get the number.
         """
         for task in self._tasks:
             task.cancel()
@@ -117,7 +115,7 @@ class Link:
     """A connection on which questions are asked, several at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Connect. Raises EngineError where nobody listens."""
+        """Connect. Raises EngineError if nobody listens."""
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._sock.setblocking(False)

@@ -1,6 +1,4 @@
-"""What the service manager is told and keeps for the supervisor. Outside of a unit all of it does
-nothing.
-"""
+"""Messages to the service manager, and descriptors that it keeps. Outside a unit: nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +9,10 @@ from weightcached.system import notify
 
 
 class Manager:
-    """The manager named in NOTIFY_SOCKET. Never waits: what it cannot take at once is lost, but a
-    supervisor whose manager hangs goes on.
+    """The manager named in NOTIFY_SOCKET.
+
+    Never waits: a message that it cannot take at once is lost, but a supervisor whose manager hangs
+    goes on.
     """
 
     def __init__(self, address: str | None) -> None:

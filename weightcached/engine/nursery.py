@@ -1,11 +1,10 @@
-"""The nursery: a process that has imported what engines need and forks one when asked.
+"""The nursery: a process with an engine's imports done, which forks engines on request.
 
     python -m weightcached.engine.nursery MODULE     a SOCK_SEQPACKET socket to the supervisor as descriptor 3
 
-The first packet that it sends says whether it can fork. A fork copies neither threads nor a CUDA
-context, so there must be none that an engine would wait for. That is not believed: before each fork
-threads and CUDA are looked at, and once a fork is tried. It ends with the supervisor's end of the
-socket.
+Its first packet says whether it can fork. A fork copies neither threads nor a CUDA context, so
+there must be none that an engine would wait for. It checks that: before each fork it looks for
+threads and CUDA, and once it tries a fork. It ends with the supervisor's end of the socket.
 """
 
 from __future__ import annotations
@@ -20,13 +19,15 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from typing import NoReturn, cast
 
 import msgspec
 
-from weightcached.engine.child import Job, Module, run
+from weightcached.engine.child import Module, run
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import OwnedFd, close_all
+from weightcached.wire.engine_job import Job
 from weightcached.wire.framing import recv_packet, send_packet
 
 SOCKET_FD = 3
@@ -40,8 +41,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
 
 
-def why_not_now() -> str:
-    """Why this process must not be forked; "" where it may be."""
+def find_fork_obstacle() -> str:
+    """Why this process must not be forked, or ""."""
     # Threads of libraries (OpenBLAS has some from its import on) have fork handlers, or are found by
     # the trial.
     threads = [thread.name for thread in threading.enumerate()]
@@ -54,7 +55,7 @@ def why_not_now() -> str:
 
 
 def _trial(module: Module) -> str:
-    """Why a fork would hang or crash; "" where one has done what engines do."""
+    """Why a fork would hang or crash; "" if one did an engine's work."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -83,11 +84,11 @@ def _reap(*_: object) -> None:
 
 def serve(sock: socket.socket, module: Module) -> None:
     """Fork an engine for every job that comes, until the supervisor is gone."""
-    refusal = module.prepare() or why_not_now() or _trial(module)
+    refusal = module.prepare() or find_fork_obstacle() or _trial(module)
     send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
     if refusal:
         return
-    # What is there stays: no collection in an engine copies these pages.
+    # Freeze the present objects: then no collection in an engine copies these pages.
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, _reap)
@@ -96,7 +97,7 @@ def serve(sock: socket.socket, module: Module) -> None:
             data, fds = recv_packet(sock, max_fds=2)
         except (EOFError, OSError, ProtocolError):
             return
-        refusal = why_not_now()
+        refusal = find_fork_obstacle()
         if refusal:
             close_all(fds)
             send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
@@ -133,6 +134,10 @@ def main() -> None:
     """Serve the supervisor on the socket that it passed."""
     # Ctrl-C is for the supervisor, which ends its children in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python warns of any thread at a fork, of numpy's too; which fork works is tried.
+    warnings.filterwarnings(
+        "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
+    )
     os.set_inheritable(SOCKET_FD, False)
     with socket.socket(fileno=SOCKET_FD) as sock:
         serve(sock, cast(Module, importlib.import_module(sys.argv[1])))

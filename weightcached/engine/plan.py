@@ -1,4 +1,4 @@
-"""What engines of one version are started with: arguments, interpreter, environment."""
+"""The start of engines of one version: arguments, interpreter, environment."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.config.engines import EngineSpec, Listen
+from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.manifest import ALL, ModelSpec
-from weightcached.engine.child import Job
 from weightcached.system.paths import is_host_device
 from weightcached.system.process import environment_for
+from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
-# Facts of a start that the next one can use: what it found free for its KV cache, and where.
+# Facts of a start that the next one can use: the memory free for its KV cache, and its device.
 _REMEMBERED = ("kv_cache_bytes", "free_bytes", "vllm", "torch")
 
 
 @dataclass
-class Plan:
-    """One version of a service. `kv_cache_bytes` is what an engine of it has measured, 0 before
-    one has.
-    """
+class StartPlan:
+    """One version of a service. kv_cache_bytes: measured by one of its engines; 0 before."""
 
     service: str
     digest: str
@@ -39,10 +38,11 @@ class Plan:
     remembered: dict[str, Any] = field(default_factory=dict)
 
     def job(self, directory: Path, number: int, *, parked: bool) -> Job:
-        """What engine `number` is told."""
+        """The job of engine `number`."""
         return Job(
             service=self.service,
             number=number,
+            digest=self.digest,
             directory=str(directory),
             host=self.listen.host,
             port=self.listen.port,
@@ -57,8 +57,9 @@ class Plan:
         )
 
     def learn(self, facts: dict[str, Any]) -> None:
-        """Keep what an engine of this version found out about itself, beyond this supervisor if it
-        started on a device without neighbours.
+        """Keep facts that an engine of this version measured.
+
+        They outlive this supervisor if the engine started on a device without neighbours.
         """
         self.kv_cache_bytes = int(facts.get("kv_cache_bytes", 0)) or self.kv_cache_bytes
         if not facts.get("free_bytes") or not facts.get("kv_cache_bytes"):
@@ -79,8 +80,8 @@ def _memory_file(service: str) -> Path:
     return Path(base, "weightcached", "engines", f"{service}.json")
 
 
-def _remembered(service: str, digest: str) -> dict[str, Any]:
-    """Facts of the last first start with the same arguments; empty where there was none."""
+def _read_facts(service: str, digest: str) -> dict[str, Any]:
+    """Facts of the last first start with the same arguments; empty without one."""
     try:
         kept = json.loads(_memory_file(service).read_text(encoding="utf-8"))
         return dict(kept["facts"]) if kept["digest"] == digest else {}
@@ -88,21 +89,21 @@ def _remembered(service: str, digest: str) -> dict[str, Any]:
         return {}
 
 
-def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> Plan:
+def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> StartPlan:
     """The plan for the manifest's entries as they are."""
     arguments = spec.merged(model)
-    if socket_dir is not None and arguments["load_format"] in ("ipc_cache", "weightcached"):
+    if socket_dir is not None and arguments["load_format"] in OWN_LOAD_FORMATS:
         options = dict(arguments.get("model_loader_extra_config") or {})
         if "socket_path" not in options:
             options.setdefault("socket_dir", str(socket_dir))
         arguments["model_loader_extra_config"] = options
     python = model.python or sys.executable
-    environment = environment_for(python)
+    environment = environment_for(python, model.env)
     devices = [device for device in model.devices if device != ALL]
     if devices and not is_host_device(devices[0]):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     digest = spec.digest(model)
-    return Plan(
+    return StartPlan(
         service=spec.name,
         digest=digest,
         python=python,
@@ -110,5 +111,5 @@ def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> Pl
         arguments=arguments,
         environment=environment,
         devices=devices,
-        remembered=_remembered(spec.name, digest),
+        remembered=_read_facts(spec.name, digest),
     )

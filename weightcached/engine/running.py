@@ -1,7 +1,7 @@
-"""One engine as its supervisor has it: its directory, its processes, the questions that are asked.
+"""One engine, as its supervisor sees it: its directory, its processes, its answers.
 
 <service>/<number>/          0700, removed with the engine
-    record.json              what a new supervisor needs to take the engine back
+    record.json for a new supervisor, to take the engine back
     control.sock             the supervisor's questions
     http.sock                the engine's API, from its start
     error                    why it ended, in its own words
@@ -21,46 +21,16 @@ from typing import Any
 import msgspec
 
 from weightcached.engine import tree
-from weightcached.engine.child import Activity, Job
 from weightcached.engine.control import Link
+from weightcached.engine.records import Record, write_record
 from weightcached.engine.tree import Tree, stat_of
 from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
+from weightcached.wire.engine_job import Activity
 
 log = logging.getLogger(__name__)
 
 _LONGEST_ERROR = 2000
-
-
-class Record(msgspec.Struct, kw_only=True):
-    """What is kept of an engine beside its directory. `start` is the first process's, in ticks
-    since `boot`; `since` and `serving_since` are seconds since 1970.
-    """
-
-    number: int
-    digest: str
-    pid: int
-    start: int
-    boot: str
-    since: float
-    arguments: dict[str, Any] = {}
-    serving_since: float = 0.0
-    facts: dict[str, Any] = {}
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def read_record(directory: Path) -> Record | None:
-    """The record of an engine that an earlier supervisor has started; None where it is of no
-    use.
-    """
-    try:
-        record = msgspec.json.decode((directory / "record.json").read_bytes(), type=Record)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return record if record.boot == boot_id() else None
 
 
 class Running:
@@ -82,7 +52,7 @@ class Running:
         self._ending = False
         self.watch()
         if self.tree.head not in self.tree.members:
-            asyncio.get_running_loop().call_soon(self._died, self.tree.head)
+            asyncio.get_running_loop().call_soon(self._report_death, self.tree.head)
 
     @property
     def number(self) -> int:
@@ -95,7 +65,7 @@ class Running:
         engine runs has the fence, and its end means nothing.
         """
         if self._ending:
-            # Who ends the tree waits on its descriptors.
+            # The task that ends the tree waits on its descriptors.
             return
         self.tree.refresh()
         essential = self.tree.essential(self._fence)
@@ -107,9 +77,9 @@ class Running:
         for pid, fd in wanted.items():
             if pid not in self._watched:
                 self._watched[pid] = own = fd.dup()
-                loop.add_reader(own.fileno(), self._died, pid)
+                loop.add_reader(own.fileno(), self._report_death, pid)
 
-    def _died(self, pid: int) -> None:
+    def _report_death(self, pid: int) -> None:
         self.unwatch()
         what = "its first process" if pid == self.tree.head else f"its process {pid}"
         self._on_death(self.last_words() or f"{what} ended")
@@ -122,7 +92,7 @@ class Running:
         self._watched.clear()
 
     def last_words(self) -> str:
-        """Why the engine ended, as it has said itself; "" where it has not."""
+        """Why the engine ended, in its own words, or ""."""
         try:
             with open(self.directory / "error", encoding="utf-8", errors="replace") as file:
                 return " ".join(file.read(_LONGEST_ERROR).split())
@@ -130,7 +100,7 @@ class Running:
             return ""
 
     async def ask(self, command: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        """Raises EngineError, also where no answer comes in time."""
+        """Raises EngineError, also if no answer comes in time."""
         if self._link is None:
             self._link = Link(self.directory / "control.sock")
         try:
@@ -151,7 +121,7 @@ class Running:
         return fds[0] if fds else None
 
     async def ping(self, *, timeout_s: float) -> None:
-        """Learn that the engine's core answers, and what it has done. Raises EngineError."""
+        """Check that the engine's core answers, and get its counts. Raises EngineError."""
         answer = await self.ask("ping", timeout_s=timeout_s)
         activity = msgspec.convert(answer, Activity)
         if activity.active or activity.requests != self.activity.requests:
@@ -159,18 +129,14 @@ class Running:
         self.activity = activity
 
     def keep_record(self) -> None:
-        """Write the record. A full file system is no reason not to serve."""
-        part = self.directory / "record.part"
+        """Write the record. A full file system must not stop the service."""
         try:
-            part.write_bytes(msgspec.json.encode(self.record))
-            part.replace(self.directory / "record.json")
+            write_record(self.directory, self.record)
         except OSError as e:
             log.warning("engine=%d its record cannot be written: %s", self.number, e)
 
     async def end(self) -> float:
-        """End all processes. Returns the seconds until they had given back what they held. Raises
-        TreeError.
-        """
+        """End all processes. Returns the seconds until their memory was free. Raises TreeError."""
         self._ending = True
         self.unwatch()
         if self._link is not None:
@@ -179,24 +145,10 @@ class Running:
         return await tree.end(self.tree)
 
     async def bury(self) -> None:
-        """Clear away what is left: shared memory, sockets, the directory."""
+        """Remove the remains: shared memory, sockets, the directory."""
         with contextlib.suppress(tree.TreeError):
             await tree.bury(self.tree)
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def record_of(job: Job, digest: str, pid: int) -> Record:
-    """The record of an engine just started, which may have ended already."""
-    stat = stat_of(pid, dead_too=True)
-    return Record(
-        number=job.number,
-        digest=digest,
-        pid=pid,
-        start=stat.start if stat else 0,
-        boot=boot_id(),
-        since=time.time(),
-        arguments=job.arguments,
-    )
 
 
 def is_alive(record: Record) -> bool:
@@ -206,7 +158,7 @@ def is_alive(record: Record) -> bool:
 
 
 async def end_remains(record: Record) -> None:
-    """End what an engine has left whose first process is gone."""
+    """End the remaining processes of an engine whose first process is gone."""
     stat = stat_of(record.pid, dead_too=True)
     if stat is not None and stat.start != record.start:
         # The number is another process's by now, so nobody is left in the engine's session.
@@ -214,12 +166,12 @@ async def end_remains(record: Record) -> None:
     remains = Tree(record.pid)
     if remains.members:
         log.warning(
-            "engine=%d ending what is left of it: %s", record.number, sorted(remains.members)
+            "engine=%d ending its remaining processes: %s", record.number, sorted(remains.members)
         )
         await tree.end(remains)
         await tree.bury(remains)
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove what an engine has left; not an error where there is nothing."""
+    """Remove an engine's files; no error if there are none."""
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Starting an engine: forked by the nursery, or by exec where that cannot be done."""
+"""Starting an engine: forked by the nursery, or by exec if that is impossible."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from weightcached.engine.child import CONTROL_FD, PUBLIC_FD, Job
+from weightcached.engine.child import CONTROL_FD, PUBLIC_FD
 from weightcached.engine.nursery import SOCKET_FD, Answer
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import sealed_memfd
 from weightcached.system.waits import readable
+from weightcached.wire.engine_job import Job
 from weightcached.wire.framing import recv_packet, send_packet
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,9 @@ _FORK_TIMEOUT_S = 30.0
 def start_process(
     command: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int]
 ) -> int:
-    """Start `command` in a session of its own, with `fds` (its number: ours). Returns its process
-    number. Raises OSError.
+    """Start `command` in its own session, with `fds` (its number: ours). Returns its pid.
+
+    Raises OSError.
     """
     # Above the numbers that they will have, so that placing one does not overwrite another.
     high = max(fds) + 1
@@ -80,7 +82,7 @@ class Nursery:
         self._refusal: str | None = None
 
     async def refusal(self) -> str:
-        """Why it cannot fork, once its imports are done; "" where it can."""
+        """Why it cannot fork, once its imports are done, or ""."""
         async with self._turn:
             if self._refusal is None:
                 try:
@@ -90,7 +92,7 @@ class Nursery:
             return self._refusal
 
     async def fork(self, job: Job, public: int, control: int) -> int | None:
-        """The process number of a new engine; None where it could not be forked, with a line."""
+        """The pid of a new engine; None if it could not be forked, with a log line."""
         if await self.refusal():
             return None
         async with self._turn:

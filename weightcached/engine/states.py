@@ -1,4 +1,4 @@
-"""What a service does next, from what its engines are doing: data in, decisions out.
+"""A service's next steps, from the states of its engines: data in, decisions out.
 
 Knows no processes, sockets or clocks of its own, so that every order of events can be tried.
 
@@ -20,7 +20,7 @@ LONGEST_PAUSE_S = 300.0
 
 
 class Phase(Enum):
-    """What an engine is doing. The names are those that `status` prints."""
+    """The phase of an engine. `status` prints these names."""
 
     STARTING = "starting"
     PARKED = "parked"
@@ -43,7 +43,7 @@ class Engine:
     has_endpoint: bool = False
 
     def to(self, phase: Phase) -> None:
-        """Go to `phase`; only ending keeps what the engine had."""
+        """Go to `phase`; only ending keeps the endpoint that the engine had."""
         if phase is not Phase.ENDING:
             self.has_endpoint = phase in _HAS_ENDPOINT
         self.phase = phase
@@ -58,7 +58,7 @@ class Action(NamedTuple):
 
 @dataclass
 class Service:
-    """The engines of one service and what is wanted of them."""
+    """The engines of one service, and their wanted state."""
 
     standby: int
     version: int = 1
@@ -66,7 +66,7 @@ class Service:
     # False: asleep, until somebody connects.
     awake: bool = True
     stopping: bool = False
-    # Version to go back to where the newest one cannot start; 0: none.
+    # Version to go back to if the newest one cannot start; 0: none.
     proven: int = 0
     error: str = ""
     failures: int = 0
@@ -74,10 +74,10 @@ class Service:
     _last_number: int = 0
     _last_version: int = 1
 
-    # ---- what happened
+    # ---- events
 
     def started(self, version: int, *, number: int = 0) -> Engine:
-        """A new engine exists. `number` is given for one that was taken back."""
+        """A new engine exists. number: of one that was taken back."""
         number = number or self._last_number + 1
         self.skip_to(number)
         self._last_version = max(self._last_version, version)
@@ -111,7 +111,7 @@ class Service:
             engine.to(Phase.PARKED)
 
     def failed(self, number: int, reason: str, now_s: float) -> None:
-        """The engine died, hangs, or did not do what it was told: it ends. Never raises."""
+        """The engine died, hangs, or failed to carry out a command: it ends. Never raises."""
         engine = self.engines.get(number)
         if engine is None or engine.phase is Phase.ENDING:
             return
@@ -124,7 +124,7 @@ class Service:
         self._not_before_s = now_s + pause_s
         self.error = reason
         if engine.version == self.version and self.proven not in (0, self.version):
-            # A restart with arguments that do not work: what served goes on serving.
+            # A restart with arguments that do not work: the old engine goes on serving.
             self.version = self.proven
             self._not_before_s = 0.0
             self.failures = 0
@@ -140,7 +140,7 @@ class Service:
         self.failures, self._not_before_s, self.error = 0, 0.0, ""
         return self.version
 
-    # ---- what is
+    # ---- state
 
     @property
     def holder(self) -> Engine | None:
@@ -162,13 +162,13 @@ class Service:
         return "taking-over" if self.proven else "starting"
 
     def wake_time_s(self, now_s: float) -> float | None:
-        """When a start that waits for its pause may be tried; None where none waits."""
+        """The time at which a waiting start may be tried; None if none waits."""
         return self._not_before_s if self._not_before_s > now_s else None
 
-    # ---- what to do
+    # ---- decisions
 
     def decide(self, now_s: float) -> list[Action]:
-        """What to begin now. To be asked again after every event."""
+        """The steps to begin now. Ask again after every event."""
         if self.stopping:
             return self._wind_up()
         actions: list[Action] = []
@@ -208,8 +208,9 @@ class Service:
         return serving.version != self.version and any(e.phase is Phase.PARKED for e in newer)
 
     def _superfluous(self, holder: Engine | None) -> list[Engine]:
-        """Engines that nobody will need, once one of the wanted version serves or sleeps: those of
-        other versions, and what is more than wanted.
+        """Engines that nobody needs once one of the wanted version serves or sleeps.
+
+        Those of other versions, and those above the wanted number.
         """
         idle = [e for e in self.engines.values() if e.phase in (Phase.PARKED, Phase.STARTING)]
         idle = [e for e in idle if e is not holder]
@@ -223,7 +224,7 @@ class Service:
             # A standby of an old version that is not up yet holds up the new version's start.
             return [e for e in idle if e.phase is Phase.STARTING and e.version != self.version]
         wanted = [e for e in idle if e.version == self.version]
-        # What is up stays before what is not.
+        # Prefer engines that are up.
         wanted.sort(key=lambda e: (e.phase is Phase.PARKED, -e.number))
         room = self.standby + (holder is None)
         return [e for e in idle if e not in wanted] + wanted[: max(0, len(wanted) - room)]

@@ -1,6 +1,6 @@
 """`weightcached engine NAME`: keeps one service's endpoint served. No torch, no vLLM.
 
-states.py says what to do, this does it: every event ends in _step(), which begins what is decided.
+states.py decides, this module acts: every event ends in _step(), which begins the decided steps.
 
     $XDG_RUNTIME_DIR/weightcached/engines/<name>/   0700
         lock            flock()ed by the supervisor for its whole life
@@ -26,14 +26,14 @@ from typing import Any
 
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
-from weightcached.engine import control, endpoint, manager, running
-from weightcached.engine.child import Job
-from weightcached.engine.plan import Plan, make_plan
-from weightcached.engine.running import Record, Running
+from weightcached.engine import control, endpoint, manager, running, tree
+from weightcached.engine.plan import StartPlan, make_plan
+from weightcached.engine.records import Record, read_record, record_of
+from weightcached.engine.running import Running
 from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
-from weightcached.engine.tree import TreeError, become_subreaper
-from weightcached.engine.turns import Turns
+from weightcached.engine.tree import Tree, TreeError, all_processes
+from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import (
     EXIT_FAILURE,
     EngineError,
@@ -47,21 +47,25 @@ from weightcached.system.paths import (
     manifest_path,
     runtime_dir,
 )
+from weightcached.system.process import become_subreaper, holds_file
 from weightcached.system.waits import end_tasks
+from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
-# A first start compiles and may download; what is longer is taken for a hang.
+# A first start compiles and may download; a longer one counts as a hang.
 START_TIMEOUT_S = 3600.0
 # Waking maps memory; the fence is free once the last process of the engine before is gone.
 PROMOTE_TIMEOUT_S = 60.0
 FENCE_TIMEOUT_S = 30.0
+PROMOTE_ATTEMPTS = 3
+PROMOTE_PAUSE_S = 1.0
 SLEEP_TIMEOUT_S = 60.0
 # Another service's requests end within its own drain_s, which only it knows.
 LONGEST_DRAIN_S = 3600.0
 PROBE_PERIOD_S = 1.0
 FIRST_PROBE_S = 0.2
-# Without an engine that ever served, so many failures end the supervisor: what mends it comes from
+# Without an engine that ever served, so many failures end the supervisor: the remedy must come from
 # outside.
 MAX_FIRST_FAILURES = 3
 _EXTEND_PERIOD_S = 10.0
@@ -71,7 +75,7 @@ _LOST_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line gives. `module` is what makes engines; tests have another."""
+    """The command line. module: makes engines; tests have another."""
 
     name: str
     manifest: Path | None = None
@@ -80,9 +84,7 @@ class Options:
 
 
 def service_dir(name: str, socket_dir: Path | None = None) -> Path:
-    """Where a service keeps its sockets. Raises RuntimePathError where their names would be too
-    long.
-    """
+    """The directory of a service's sockets. Raises RuntimePathError if their paths are too long."""
     directory = (socket_dir or runtime_dir()) / "engines" / name
     longest = len(os.fsencode(directory / "123456" / "control.sock"))
     if longest > SOCKET_PATH_MAX_BYTES:
@@ -94,20 +96,21 @@ def service_dir(name: str, socket_dir: Path | None = None) -> Path:
 
 
 def run(options: Options) -> int:
-    """Keep the service until told to stop. Returns the exit status; raises WeightcachedError before
-    anything was started.
+    """Keep the service until told to stop. Returns the exit status.
+
+    Raises WeightcachedError before anything has started.
     """
     spec, model = load_manifest(manifest_path(options.manifest)).service(options.name)
     directory = service_dir(options.name, options.socket_dir)
     for part in (directory.parents[1], directory.parent, directory):
         create_runtime_dir(part)
-    with _locked(directory / "lock", options.name):
+    with _hold_lock(directory / "lock", options.name):
         become_subreaper()
         return asyncio.run(_run(options, spec, model, directory))
 
 
 @contextlib.contextmanager
-def _locked(path: Path, name: str) -> Iterator[None]:
+def _hold_lock(path: Path, name: str) -> Iterator[None]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,8 +145,8 @@ class Supervisor:
         # As /proc names it.
         self._directory = directory.resolve()
         self._fence = self._directory / "fence"
-        self._plans: dict[int, Plan] = {1: make_plan(spec, model, options.socket_dir)}
-        self._turns = Turns(
+        self._plans: dict[int, StartPlan] = {1: make_plan(spec, model, options.socket_dir)}
+        self._turns = DeviceTurns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
         )
         # Whether this service's share of its devices is its own until it sleeps.
@@ -173,11 +176,13 @@ class Supervisor:
     # ---- life
 
     async def run(self) -> int:
-        """Returns the exit status. Raises ListenError where the public address is taken."""
+        """Returns the exit status. Raises ListenError if the public address is taken."""
         stored = dict(inherited(os.environ))
         await self._take_back()
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
-        server = control.Server(control.listen(self._directory / "service.sock"), self._handle)
+        server = control.ControlServer(
+            control.listen(self._directory / "service.sock"), self._handle
+        )
         self._keep(self._feed_watchdog())
         self._keep(self._extend_start())
         self._begun = True
@@ -232,7 +237,7 @@ class Supervisor:
         return sock
 
     def stop(self) -> None:
-        """Drain what serves, end everything. A second time: do not drain."""
+        """Drain the serving engine, end everything. A second call does not drain."""
         if self.service.stopping:
             self._ended.set()
             return
@@ -262,7 +267,7 @@ class Supervisor:
             log.error("service=%s internal fault", self.spec.name, exc_info=e)
             os._exit(EXIT_FAILURE)
 
-    # ---- taking back what an earlier supervisor has left
+    # ---- taking back engines of an earlier supervisor
 
     async def _take_back(self) -> None:
         """Engines that outlived a supervisor, in the state in which they are."""
@@ -272,7 +277,7 @@ class Supervisor:
                 continue
             # No number twice in one log.
             self.service.skip_to(int(directory.name) if directory.name.isdecimal() else 0)
-            record = running.read_record(directory)
+            record = read_record(directory)
             if record is not None and running.is_alive(record):
                 found.append(record)
                 continue
@@ -286,14 +291,25 @@ class Supervisor:
         self._plans[self.service.version] = current
         for record in found:
             self._take_back_one(record, versions[record.digest])
+        await self._end_strangers()
         await asyncio.gather(*(self._examine(record) for record in found))
+
+    async def _end_strangers(self) -> None:
+        """End engines without a record: processes that have the fence open and belong to no engine."""
+        known = {pid for engine in self._running.values() for pid in engine.tree.members}
+        for pid in {stat.session for stat in all_processes()} - known:
+            if holds_file(pid, self._fence):
+                log.warning("process %d is an engine without a record, ending it", pid)
+                stranger = Tree(pid)
+                await tree.end(stranger)
+                await tree.bury(stranger)
 
     def _take_back_one(self, record: Record, version: int) -> None:
         self.service.started(version, number=record.number)
         self._follow(record)
 
     async def _examine(self, record: Record) -> None:
-        """Ask an engine that was ready what it is doing; one that still starts is waited for."""
+        """Ask a ready engine for its state; wait for one that still starts."""
         number = record.number
         if not record.facts:
             self._keep(self._until_ready(number))
@@ -301,7 +317,7 @@ class Supervisor:
         try:
             answer = await self._running[number].ask("ready", timeout_s=self.spec.hang_s)
         except EngineError as e:
-            self._failed(number, str(e))
+            self._end_failed(number, str(e))
             return
         log.info("engine=%d taken back serving=%s", number, answer["serving"])
         self.service.ready(number)
@@ -310,12 +326,12 @@ class Supervisor:
             self._has_share = True
         self._keep(self._probe(number))
 
-    # ---- doing what is decided
+    # ---- steps
 
     def _step(self) -> None:
-        """Begin what is to be done now, and say what has changed."""
+        """Begin the decided steps, and report changes."""
         if not self._begun:
-            # What an earlier supervisor has left is not yet known.
+            # Engines of an earlier supervisor are not yet known.
             return
         for action in self.service.decide(time.monotonic()):
             self._begin(action)
@@ -374,22 +390,22 @@ class Supervisor:
             self._spawned.pop(engine.number, None)
 
     async def _start_alone(
-        self, engine: Engine, plan: Plan, over: asyncio.Event, *, parked: bool
+        self, engine: Engine, plan: StartPlan, over: asyncio.Event, *, parked: bool
     ) -> None:
         try:
             record = await self._spawn(engine, plan, parked=parked)
             self._follow(record)
         except (OSError, EngineError) as e:
-            self._failed(engine.number, f"it cannot be started: {e}")
+            self._end_failed(engine.number, f"it cannot be started: {e}")
             return
         finally:
-            # Who ends it waits for this: half started, it could not be found.
+            # Ending it waits for this: half started, it could not be found.
             over.set()
         self._running[engine.number].keep_record()
         if engine.phase is not Phase.ENDING:
             await self._until_ready(engine.number)
 
-    async def _spawn(self, engine: Engine, plan: Plan, *, parked: bool) -> Record:
+    async def _spawn(self, engine: Engine, plan: StartPlan, *, parked: bool) -> Record:
         directory = self._directory / str(engine.number)
         running.remove_directory(directory)
         directory.mkdir(mode=0o700)
@@ -411,9 +427,9 @@ class Supervisor:
             "engine=%d starting service=%s pid=%d version=%d %s%s",
             engine.number, self.spec.name, pid, engine.version, how, " parked" if parked else "",
         )  # fmt: skip
-        return running.record_of(job, plan.digest, pid)
+        return record_of(job.number, plan.digest, pid, job.arguments)
 
-    async def _fork(self, job: Job, plan: Plan, control_fd: int) -> int | None:
+    async def _fork(self, job: Job, plan: StartPlan, control_fd: int) -> int | None:
         if self._nursery is None:
             self._nursery = Nursery(plan.python, self._options.module, plan.environment)
         refusal = await self._nursery.refusal()
@@ -427,7 +443,7 @@ class Supervisor:
         return None
 
     def _drop_nursery(self) -> None:
-        """A new version may come with another vLLM: it imports anew."""
+        """A new version may come with another vLLM: import again."""
         if self._nursery is not None:
             self._nursery.close()
         self._nursery, self._nursery_told, self._distrusts_fork = None, False, False
@@ -438,7 +454,7 @@ class Supervisor:
             record,
             self._directory / str(number),
             self._fence,
-            lambda reason: self._failed(number, reason),
+            lambda reason: self._end_failed(number, reason),
         )
 
     async def _until_ready(self, number: int) -> None:
@@ -446,9 +462,9 @@ class Supervisor:
         try:
             facts = await engine.ask("ready", timeout_s=START_TIMEOUT_S)
         except EngineError as e:
-            # Where its first process has ended, that is the better reason.
+            # If its first process has ended, that is the better reason.
             await asyncio.sleep(0.1)
-            self._failed(number, str(e))
+            self._end_failed(number, str(e))
             return
         if number not in self.service.engines:
             return
@@ -472,7 +488,7 @@ class Supervisor:
         try:
             took = await self._take_endpoint(number)
         except EngineError as e:
-            self._failed(number, f"it cannot take over: {e}")
+            self._end_failed(number, f"it cannot take over: {e}")
             return
         if engine.phase is not Phase.PROMOTING:
             return
@@ -495,14 +511,34 @@ class Supervisor:
 
     async def _take_endpoint(self, number: int) -> dict[str, Any]:
         """Have the engine wake and accept. Raises EngineError."""
-        engine = self._running[number]
         if self._has_share:
-            return await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+            return await self._ask_to_serve(number)
         async with self._turns.held():
             await self._turns.make_room(timeout_s=LONGEST_DRAIN_S)
-            took = await engine.ask("promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S)
+            took = await self._ask_to_serve(number)
             self._has_share = True
         return took
+
+    async def _ask_to_serve(self, number: int) -> dict[str, Any]:
+        """An engine without memory to wake stays asleep, and may be asked again.
+
+        Memory that another process freed comes back a little later.
+        """
+        for attempt in range(PROMOTE_ATTEMPTS):
+            if number not in self._running:
+                raise EngineError("it has ended")
+            try:
+                return await self._running[number].ask(
+                    "promote", timeout_s=PROMOTE_TIMEOUT_S, fence_s=FENCE_TIMEOUT_S
+                )
+            except EngineError as e:
+                engine = self.service.engines.get(number)
+                alive = engine is not None and engine.phase is Phase.PROMOTING
+                if e.timed_out or not alive or attempt + 1 == PROMOTE_ATTEMPTS:
+                    raise
+                log.warning("engine=%d cannot take over yet: %s", number, e)
+                await asyncio.sleep(PROMOTE_PAUSE_S)
+        raise AssertionError("not reached")
 
     async def _drain(self, engine: Engine) -> None:
         number, drain_s = engine.number, self.spec.drain_s
@@ -512,7 +548,7 @@ class Supervisor:
                 "demote", timeout_s=drain_s + SLEEP_TIMEOUT_S, drain_s=drain_s
             )
         except EngineError as e:
-            self._failed(number, f"it cannot be parked: {e}")
+            self._end_failed(number, f"it cannot be parked: {e}")
             return
         log.info(
             "engine=%d drained service=%s after=%.3fs sleep=%.3fs cut=%d", number, self.spec.name,
@@ -522,7 +558,7 @@ class Supervisor:
         self.service.parked(number)
         self._step()
 
-    def _failed(self, number: int, reason: str) -> None:
+    def _end_failed(self, number: int, reason: str) -> None:
         engine = self.service.engines.get(number)
         if engine is None or engine.phase is Phase.ENDING:
             return
@@ -548,7 +584,7 @@ class Supervisor:
                     took_s = await engine.end()
                     break
                 except TreeError as e:
-                    # Nobody may take over what such a process may still use.
+                    # No engine may take over while such a process may still use the device.
                     log.error("engine=%d %s; trying on", number, e)
             log.info("engine=%d ended service=%s after=%.3fs", number, self.spec.name, took_s)
             del self._running[number]
@@ -567,7 +603,7 @@ class Supervisor:
                 await engine.ping(timeout_s=self.spec.hang_s)
             except EngineError as e:
                 if self.service.engines.get(number) is not None:
-                    self._failed(number, f"it hangs: {e}" if e.timed_out else str(e))
+                    self._end_failed(number, f"it hangs: {e}" if e.timed_out else str(e))
                 return
             engine.watch()
             self._sleep_if_idle(number, engine)
@@ -590,12 +626,12 @@ class Supervisor:
         )
         loop = asyncio.get_running_loop()
         if wanted and not self._listening_for_wake:
-            loop.add_reader(self._public.fileno(), self._connected)
+            loop.add_reader(self._public.fileno(), self._wake_for_client)
         elif self._listening_for_wake and not wanted:
             loop.remove_reader(self._public.fileno())
         self._listening_for_wake = wanted
 
-    def _connected(self) -> None:
+    def _wake_for_client(self) -> None:
         log.info("service=%s somebody connects, waking", self.spec.name)
         self.service.awake = True
         self._step()
@@ -647,7 +683,7 @@ class Supervisor:
             await asyncio.sleep(_EXTEND_PERIOD_S)
 
     def status(self) -> dict[str, Any]:
-        """What `status --json` shows of the service."""
+        """The service, as `status --json` shows it."""
         serving = self.service.serving
         record = self._running[serving.number].record if serving else None
         return {
@@ -688,7 +724,7 @@ class Supervisor:
             "facts": found.record.facts if found else {},
         }
 
-    # ---- what weightcachectl asks
+    # ---- questions of weightcachectl
 
     async def _handle(
         self, command: str, arguments: dict[str, Any]
@@ -706,8 +742,9 @@ class Supervisor:
         return self.status(), None
 
     async def _restart(self) -> None:
-        """Have engines of the manifest as it is now serve in place of those that do. Raises
-        WeightcachedError where it stays as it was.
+        """Replace the serving engines by those of the present manifest.
+
+        Raises WeightcachedError if nothing has changed.
         """
         path = manifest_path(self._options.manifest)
         spec, model = load_manifest(path).service(self.spec.name)
@@ -719,17 +756,17 @@ class Supervisor:
         self.spec, self.service.standby = spec, spec.standby
         version = self.service.restart()
         self._plans[version] = make_plan(spec, model, self._options.socket_dir)
-        self._turns = Turns(spec, model, load_manifest(path), self._directory.parents[1])
+        self._turns = DeviceTurns(spec, model, load_manifest(path), self._directory.parents[1])
         log.info("service=%s restarting version=%d", spec.name, version)
         self._drop_nursery()
         self._step()
-        await self._wait(lambda: self.service.version != version or self._settled(version))
+        await self._wait(lambda: self.service.version != version or self._has_settled(version))
         if self.service.version != version:
             raise EngineError(
                 f"the new engine cannot be started, the old one serves on: {self.service.error}"
             )
 
-    def _settled(self, version: int) -> bool:
+    def _has_settled(self, version: int) -> bool:
         serving = self.service.serving
         return (serving is not None and serving.version == version) or (
             not self.service.awake

@@ -1,14 +1,14 @@
 """All processes of one engine: found by session and descent, watched by pidfds, ended together.
 
 Not a cgroup: a user manager delegates none to a unit's children, and without systemd there is none.
-The supervisor is the subreaper of its engines (prctl(2)), so what loses its parent stays findable.
+The supervisor is the subreaper of its engines (prctl(2)), so it still finds processes that lose
+their parent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from weightcached.system import waits
 from weightcached.system.fds import OwnedFd
+from weightcached.system.process import holds_file
 
-_PR_SET_CHILD_SUBREAPER = 36
 _KILL_TIMEOUT_S = 30.0
 # It unlinks the shared memory of the processes that it served, once all of them are gone.
 _TRACKER = b"multiprocessing.resource_tracker"
@@ -28,9 +28,7 @@ _TRACKER_TIMEOUT_S = 2.0
 
 
 class Stat(NamedTuple):
-    """What identifies a process: its number is used again, its start time (in ticks) with it is
-    not.
-    """
+    """The identity of a process: pids are used again, pairs of pid and start time (ticks) are not."""
 
     pid: int
     parent: int
@@ -39,17 +37,8 @@ class Stat(NamedTuple):
     state: str
 
 
-def become_subreaper() -> None:
-    """Orphans among this process's descendants become its children. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
 def stat_of(pid: int, *, dead_too: bool = False) -> Stat | None:
-    """The process `pid` now; None where there is none, or only its exit status is left, unless that
-    counts.
-    """
+    """The process `pid` now; None if there is none, or only a zombie, unless that counts."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):
@@ -65,23 +54,6 @@ def all_processes() -> list[Stat]:
     """Every process of the machine that this user may look at."""
     found = (stat_of(int(name)) for name in os.listdir("/proc") if name.isdecimal())
     return [stat for stat in found if stat is not None]
-
-
-def holds_file(pid: int, path: Path) -> bool:
-    """Whether the process has `path` open: of an engine's processes, those that hold its fence are
-    the engine; a compiler that it runs is not.
-    """
-    wanted = os.fspath(path)
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as fds:
-            for fd in fds:
-                # The name alone: to look at the file itself could hang, where its file system does.
-                with contextlib.suppress(OSError):
-                    if os.readlink(fd.path) == wanted:
-                        return True
-    except OSError:
-        pass
-    return False
 
 
 class Tree:
@@ -137,6 +109,7 @@ class Tree:
 
     def kill(self, *, trackers: bool) -> dict[int, OwnedFd]:
         """Send SIGKILL to all members, with or without resource trackers, until no new one comes.
+
         Returns those that have not ended yet.
         """
         killed: set[int] = set()
@@ -170,8 +143,9 @@ class TreeError(Exception):
 
 
 def has_ended(pidfd: OwnedFd) -> bool:
-    """Whether nothing of the process is left but its exit status. /proc would call a process dead
-    whose first thread has ended, while others still give back device memory.
+    """Whether only the exit status of the process is left.
+
+    /proc calls a process dead if its first thread has ended, while others still free device memory.
     """
     poll = select.poll()
     poll.register(pidfd.fileno(), select.POLLIN)
@@ -179,10 +153,10 @@ def has_ended(pidfd: OwnedFd) -> bool:
 
 
 async def end(tree: Tree) -> float:
-    """Kill the engine and wait until its processes have given back what they held. Returns the
-    seconds that took. Resource trackers are left, to clear away shared memory: bury() ends them.
+    """Kill the engine and wait until its processes have freed their memory. Returns the seconds.
+    Resource trackers are left, to clear away shared memory: bury() ends them.
 
-    Raises TreeError where a process survives SIGKILL for 30 s, as one in a driver's call may.
+    Raises TreeError if a process survives SIGKILL for 30 s, as one in a driver's call may.
     """
     began_s = time.monotonic()
     await _until_ended(tree, trackers=False, timeout_s=_KILL_TIMEOUT_S)
@@ -190,7 +164,7 @@ async def end(tree: Tree) -> float:
 
 
 async def bury(tree: Tree) -> None:
-    """Let the resource trackers do their work, and end what is left. Raises TreeError."""
+    """Let the resource trackers do their work, and end remaining processes. Raises TreeError."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_TRACKER_TIMEOUT_S):
             for fd in list(tree.members.values()):

@@ -30,13 +30,15 @@ _RETRY_S = 0.005
 _STATUS_TIMEOUT_S = 2.0
 # vLLM's own default (0.33).
 _UTILIZATION = 0.92
-# Two at 0.5 fit; what rounding adds is no reason to take turns.
+# Two at 0.5 fit; a rounding error is no reason to take turns.
 _ALL_OF_IT = 1.0 + 1e-6
 
 
 def share_of(spec: EngineSpec, model: ModelSpec) -> float:
-    """The part of its devices' memory that an awake engine has; 0 in host memory, where engines
-    that sleep keep theirs, unless the manifest says something.
+    """The share of its devices' memory that an awake engine has.
+
+    0 in host memory, unless the manifest says otherwise, because engines that sleep keep their
+    memory there.
     """
     given = spec.merged(model).get("gpu_memory_utilization")
     if isinstance(given, int | float):
@@ -54,7 +56,7 @@ class Neighbour:
     used_s: float
 
 
-class Turns:
+class DeviceTurns:
     """The turn of one service's devices."""
 
     def __init__(
@@ -75,9 +77,7 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """The turn, for the time of the block: no other service starts to measure, wakes or sleeps
-        on its own account on these devices.
-        """
+        """The turn, during the block: no other service measures, wakes or sleeps on these devices."""
         with contextlib.ExitStack() as stack:
             for path in [] if self.alone else self._locks:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -91,8 +91,9 @@ class Turns:
             yield
 
     async def make_room(self, *, timeout_s: float) -> list[str]:
-        """Ask neighbours to sleep until this service's share is free; needs the turn. Returns who
-        was asked. Raises EngineError where one cannot.
+        """Ask neighbours to sleep until this service's share is free; needs the turn.
+
+        Returns the services that were asked. Raises EngineError if one cannot sleep.
         """
         awake = await self._awake()
         asked: list[str] = []
@@ -117,7 +118,7 @@ def _share_devices(one: ModelSpec, other: ModelSpec) -> bool:
 
 
 async def _neighbour(name: str, path: Path) -> Neighbour | None:
-    """A service that is awake; None where it sleeps or does not run."""
+    """A service that is awake; None if it sleeps or does not run."""
     try:
         status = await _ask(path, "status", timeout_s=_STATUS_TIMEOUT_S)
     except EngineError:

@@ -138,7 +138,7 @@ def _ready(manifest: Manifest, device: str, reply: StatusReply | WeightcachedErr
 def _fault(cache: CacheStatus | None) -> str:
     if cache is None:
         return "the daemon does not know it: weightcachectl reload"
-    # Released is what somebody asked for: an engine that has a copy, or whoever dropped it.
+    # Somebody asked for its release: an engine that has a copy, or a `drop`.
     if cache.state in ("ready", "released"):
         return ""
     detail = cache.error or progress_text(cache)

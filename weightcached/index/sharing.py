@@ -77,7 +77,7 @@ _WEIGHT = re.compile(r"weights?(_scales?)?$|^w(1|2|3|13)(_|$)|precision_config$"
 _DEPTH = 4
 
 
-def why_written(names: Iterable[str], kinds: Iterable[Kind]) -> str:
+def explain_written(names: Iterable[str], kinds: Iterable[Kind]) -> str:
     """Why a forward pass may write to the storage of tensors with these names and kinds, or ""."""
     steps = [[step.partition("[")[0] for step in name.split(".")] for name in names]
     found = [row for path in steps for row in EXCEPTIONS if row.pattern.search(path[-1])]
@@ -98,7 +98,7 @@ def reasons(tensors: Sequence[TensorRecord], storages: Sequence[StorageRecord]) 
             kinds.setdefault(record.storage, []).append(record.kind)
     found = {}
     for number, storage in enumerate(storages):
-        reason = why_written(names.get(number, ()), kinds.get(number, ()))
+        reason = explain_written(names.get(number, ()), kinds.get(number, ()))
         if storage.nbytes < SMALL_NBYTES:
             reason = SMALL if reason in ("", NOT_A_PARAMETER) else reason
         if reason:

@@ -55,7 +55,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._note_open)
         self._active = True
         try:
             with _safe_open_heard(self._note), _misses_heard(self._miss):
@@ -63,7 +63,7 @@ class Watch:
         finally:
             self._active = False
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _note_open(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._active or event != "open":
             return
         path, _, flags = arguments

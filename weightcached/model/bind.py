@@ -380,7 +380,7 @@ def copy_into(
     """
     present = {slot.path: slot.tensor for slot in tensors(model)}
     pairs: list[tuple[torch.Tensor, TensorRecord]] = []
-    for record in index.tensors if attributes else _registered(index.tensors):
+    for record in index.tensors if attributes else _registry_records(index.tensors):
         target = present.get(record.names[0])
         if target is None:
             raise IndexFormatError(
@@ -398,5 +398,5 @@ def copy_into(
     return len(pairs)
 
 
-def _registered(records: Iterable[TensorRecord]) -> Iterable[TensorRecord]:
+def _registry_records(records: Iterable[TensorRecord]) -> Iterable[TensorRecord]:
     return (record for record in records if record.kind != "attribute")

@@ -57,18 +57,18 @@ class SegmentHasher:
             return
         step = self._windows[0].numel()
         begins = range(0, segment.numel(), step)
-        coming = self._copied(segment[:step], 0) if begins else None
+        coming = self._copy_to_window(segment[:step], 0) if begins else None
         for number, begin in enumerate(begins):
             assert coming is not None
             part, event = coming
             if (after := begin + step) < segment.numel():
                 # Into the other window, which nobody reads any more.
-                coming = self._copied(segment[after : after + step], number + 1)
+                coming = self._copy_to_window(segment[after : after + step], number + 1)
             if event is not None:
                 event.synchronize()
             yield begin, part
 
-    def _copied(
+    def _copy_to_window(
         self, part: torch.Tensor, number: int
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """The window that a part is being copied to, and the event that it is there."""

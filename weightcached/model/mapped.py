@@ -31,7 +31,7 @@ from weightcached.wire.messages import Ready
 log = logging.getLogger("vllm.weightcached")
 
 
-class Attachment(Protocol):
+class MappedAttachment(Protocol):
     """As client.Attachment."""
 
     @property
@@ -44,7 +44,7 @@ class Attachment(Protocol):
     def close(self) -> None: ...
 
 
-class Lease(Protocol):
+class HeldLease(Protocol):
     """As client.LeaseKeeper."""
 
     def park(self, parked: bool) -> None: ...
@@ -67,12 +67,12 @@ class MappedModel:
 
     def __init__(
         self,
-        attachment: Attachment,
+        attachment: MappedAttachment,
         mapping: CudaMapping | None,
         storages: Storages,
         *,
-        attach: Callable[[], Attachment],
-        lease: Callable[[Attachment, Callable[[], bool]], Lease],
+        attach: Callable[[], MappedAttachment],
+        lease: Callable[[MappedAttachment, Callable[[], bool]], HeldLease],
     ) -> None:
         self.ready = attachment.ready
         self.state = State.AWAKE
@@ -152,7 +152,7 @@ class MappedModel:
                 self.state = State.AWAKE
                 self._lease.park(False)
 
-    def prepare_newest(self) -> Attachment | None:
+    def prepare_newest(self) -> MappedAttachment | None:
         """The newest generation for take(), if it is not the mapped one. The caller closes it.
 
         Raises the reason why there is none, and CacheConfigMismatchError.
@@ -168,7 +168,7 @@ class MappedModel:
             raise
         return attachment
 
-    def take(self, attachment: Attachment) -> None:
+    def take(self, attachment: MappedAttachment) -> None:
         """Map another generation in place of this one. Raises SegmentError."""
         self._replace(attachment)
         self._refresh()
@@ -178,14 +178,14 @@ class MappedModel:
         self._lease.close()
         self._mapping = self._storages = None
 
-    def _check(self, attachment: Attachment) -> None:
+    def _check(self, attachment: MappedAttachment) -> None:
         if difference := layout_difference(self._index, attachment.tensor_index):
             raise CacheConfigMismatchError(
                 f"generation {attachment.ready.generation} of {self.cache} cannot take the place of generation "
                 f"{self.ready.generation} in a running engine: {difference}; restart the engine"
             )
 
-    def _replace(self, attachment: Attachment) -> None:
+    def _replace(self, attachment: MappedAttachment) -> None:
         try:
             self._check(attachment)
             if self._mapping is None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from weightcached.errors import SegmentError, UnsupportedQuantForIPCError
-from weightcached.index.sharing import why_written
+from weightcached.index.sharing import explain_written
 from weightcached.index.tensors import Kind, SegmentRecord, StorageRecord, TensorRecord
 from weightcached.model.bind import LOOKUP_ERRORS, look_up, resolve_owner
 from weightcached.model.hashing import SegmentHasher
@@ -145,7 +145,7 @@ def pack(
     """
     layout = plan_segments(
         [
-            StorageSpec(source.nbytes, mutable=bool(why_written(source.names, source.kinds)))
+            StorageSpec(source.nbytes, mutable=bool(explain_written(source.names, source.kinds)))
             for source in sources
         ],
         granularity=backend.granularity(),

@@ -107,7 +107,7 @@ def walk(model: nn.Module, *, scalars: bool = True) -> Iterator[Slot]:
     """
     seen = _Seen(model, scalars=scalars)
     for name, module in _named_modules("", model, ()):
-        yield from _registered(name, module, seen)
+        yield from _walk_registries(name, module, seen)
     for name, module in model.named_modules():
         yield ValueSlot(name or "<root>", {"$type": type_name(type(module))}, restorable=False)
         yield from _attributes(name, vars(module), seen, in_module=True)
@@ -144,7 +144,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _registered(prefix: str, module: nn.Module, seen: _Seen) -> Iterator[Slot]:
+def _walk_registries(prefix: str, module: nn.Module, seen: _Seen) -> Iterator[Slot]:
     for name, param in module._parameters.items():
         if param is None:
             yield ValueSlot(join(prefix, name), None, restorable=True)
@@ -208,7 +208,7 @@ def _value(path: str, value: Any, seen: _Seen) -> Iterator[Slot]:
     elif _is_callable_reference(value):
         yield ValueSlot(path, _callable_to_wire(value), restorable=False)
         if seen.first_time(value):
-            seen.later += _captured(path, value)
+            seen.later += _list_captured(path, value)
     elif not _is_process_object(value):
         yield from _object(path, value, seen)
 
@@ -216,13 +216,13 @@ def _value(path: str, value: Any, seen: _Seen) -> Iterator[Slot]:
 def _callable_to_wire(function: Any) -> dict[str, Any]:
     """The name of a callable, and the plain values that it holds, which nobody could restore."""
     name = getattr(function, "__qualname__", type_name(type(function)))
-    held = {path: value for path, value in _captured("", function) if is_plain(value)}
+    held = {path: value for path, value in _list_captured("", function) if is_plain(value)}
     return {"$callable": name} | (
         {"$holds": {path: to_wire(value) for path, value in held.items()}} if held else {}
     )
 
 
-def _captured(path: str, function: Any) -> Iterator[tuple[str, Any]]:
+def _list_captured(path: str, function: Any) -> Iterator[tuple[str, Any]]:
     """The objects that a callable holds, apart from its code, by path."""
     if isinstance(function, functools.partial):
         yield f"{path}.func", function.func
@@ -269,7 +269,7 @@ def _foreign_module(path: str, module: nn.Module, seen: _Seen) -> Iterator[Slot]
         here = join(path, name) if name else path
         if child is not module:
             yield ValueSlot(here, {"$type": type_name(type(child))}, restorable=False)
-        yield from _registered(here, child, seen)
+        yield from _walk_registries(here, child, seen)
         yield from _attributes(here, vars(child), seen, in_module=True)
 
 

@@ -158,8 +158,9 @@ def cache_directory(root: Path, device: str, cache: str) -> Path:
 
 
 def name_of(index: TensorIndex) -> str:
-    """The name of a generation's snapshot: 16 hex digits. The same for a generation that was brought
-    back from it, which has another number and belongs to another boot.
+    """The name of a generation's snapshot: 16 hex digits.
+
+    A restored generation, with another number and of another boot, has the same name.
     """
     lasting = msgspec.structs.replace(
         index, driver="", boot_id="", generation=0, load=LoadReport(seconds=0.0, finished_at=0.0)

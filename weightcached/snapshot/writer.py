@@ -51,7 +51,7 @@ class WriterJob(msgspec.Struct, frozen=True, kw_only=True):
     """One generation to write.
 
     keep: number of snapshots of this cache that stay, this one included; max_bytes: limit of all
-    snapshots under `root`, 0 for none; replace: write it anew if it is there.
+    snapshots under `root`, 0 for none; replace: write it again if it exists.
     """
 
     root: str

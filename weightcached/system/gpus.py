@@ -88,8 +88,10 @@ def visible_gpus(gpus: Sequence[GpuInfo], visible: str | None) -> list[str]:
 
 
 def mig_device(digits: str, visible: str | None) -> str:
-    """The name of the MIG device that a process uses: `digits` are those of the UUID that CUDA gave it, which may be
-    the physical GPU's, `visible` its CUDA_VISIBLE_DEVICES. CUDA shows a process one MIG device.
+    """The name of the MIG device that a process uses; CUDA shows a process one MIG device.
+
+    digits: of the UUID that CUDA gave, which may be the physical GPU's; visible:
+    CUDA_VISIBLE_DEVICES.
     """
     slices = {gpu.uuid: gpu.parent for gpu in list_gpus() if gpu.mig}
     of_parent = [uuid for uuid, parent in slices.items() if parent == f"GPU-{digits}"]

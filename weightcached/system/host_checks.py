@@ -48,10 +48,10 @@ def lingers(uid: int) -> bool:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         return False
-    return (LINGER_DIR / _escaped(name)).exists()
+    return (LINGER_DIR / _escape(name)).exists()
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     """Escaped as by systemd's cescape(): user names may have backslashes, spaces or umlauts."""
     return "".join(
         _ESCAPES.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}")
@@ -69,10 +69,10 @@ def is_full(directory: Path) -> bool:
 
 
 def missing_device_nodes() -> list[Path] | None:
-    """Nodes that CUDA opens and that are not there; None where no NVIDIA driver is loaded.
+    """Missing device nodes that CUDA opens; None if no NVIDIA driver is loaded.
 
-    The driver makes none itself. Who asks NVML or CUDA first has nvidia-modprobe make them, which
-    is setuid, and so does nothing for a process with NoNewPrivileges=.
+    The driver makes none itself. The first use of NVML or CUDA runs nvidia-modprobe, which makes
+    them. It is setuid, so it does nothing for a process with NoNewPrivileges=.
     """
     if not PROC_NVIDIA.is_dir():
         return None

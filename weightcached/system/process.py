@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from weightcached.system.fds import OwnedFd
 from weightcached.system.notify import FOR_THIS_PROCESS
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 # struct ucred of unix(7): pid_t is signed, uid_t and gid_t are not. A uid of 2³¹ and more, as user
 # namespaces and directory services give, would come out negative and equal nobody's.
 _UCRED = struct.Struct("=iII")
@@ -26,7 +29,6 @@ class Credentials(NamedTuple):
 
     pid: int
     uid: int
-    gid: int
 
 
 def peer_credentials(sock: socket.socket) -> Credentials:
@@ -34,7 +36,8 @@ def peer_credentials(sock: socket.socket) -> Credentials:
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     if len(data) != _UCRED.size:
         raise OSError(f"SO_PEERCRED gave {len(data)} bytes")
-    return Credentials._make(_UCRED.unpack(data))
+    pid, uid, _ = _UCRED.unpack(data)
+    return Credentials(pid, uid)
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
@@ -50,6 +53,37 @@ def peer_pidfd(sock: socket.socket, pid: int) -> OwnedFd | None:
         return OwnedFd(os.pidfd_open(pid)) if pid > 0 else None
     except OSError:
         return None
+
+
+def label_of_this_process() -> str:
+    """Its pid and cgroup as it sees them itself, e.g. "pid 7 in docker-3f2a.scope on node4": for whoever is in
+    another pid namespace.
+    """
+    try:
+        cgroups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        cgroups = ""
+    # "0::/…" of the unified hierarchy comes last; in a cgroup namespace of its own it is "/".
+    path = (cgroups.splitlines() or [""])[-1].rpartition(":")[2]
+    own = f" in {path.rpartition('/')[2]}" if path.strip("/") else ""
+    return f"pid {os.getpid()}{own} on {socket.gethostname()}"
+
+
+def holds_file(pid: int, path: Path) -> bool:
+    """Whether the process has `path` open: of an engine's processes, those that hold its fence are
+    the engine; a compiler that it runs is not.
+    """
+    wanted = os.fspath(path)
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as fds:
+            for fd in fds:
+                # The name alone: looking at the file itself could hang with its file system.
+                with contextlib.suppress(OSError):
+                    if os.readlink(fd.path) == wanted:
+                        return True
+    except OSError:
+        pass
+    return False
 
 
 def signal_name(number: int) -> str:
@@ -80,6 +114,13 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies; ends it if the parent is gone."""
     if not ParentDeath().follow(os.getppid()):
         os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Orphans among this process's descendants become its children. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def prefer_for_oom_killer() -> None:

@@ -92,7 +92,7 @@ def build_key(vllm_config: Any, model_config: Any, *, role: str) -> WeightCacheK
             ]
         ),
         kv_cache_dtype=str(cache.cache_dtype),
-        kv_cache_skip_layers=_bounded(
+        kv_cache_skip_layers=_shorten(
             ",".join(sorted(set(getattr(cache, "kv_cache_dtype_skip_layers", [ABSENT]))))
         ),
         stage=stage_of_platform() or ABSENT,
@@ -156,7 +156,7 @@ def layout_environment() -> dict[str, str]:
 
     known = envs.environment_variables
     values = {name: str(read()) for name, read in known.items() if changes_layout(name)}
-    return {name: _bounded(values[name]) for name in sorted(values)}
+    return {name: _shorten(values[name]) for name in sorted(values)}
 
 
 def changes_layout(name: str) -> bool:
@@ -299,7 +299,7 @@ def _device_properties() -> tuple[str, str]:
 def _attributes(config: Any, *names: str) -> str:
     if config is None:
         return ABSENT
-    return _bounded(" ".join(f"{name}={_text(getattr(config, name, ABSENT))}" for name in names))
+    return _shorten(" ".join(f"{name}={_text(getattr(config, name, ABSENT))}" for name in names))
 
 
 def _text(value: Any) -> str:
@@ -309,7 +309,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _bounded(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 

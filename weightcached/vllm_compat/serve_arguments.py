@@ -41,7 +41,7 @@ def parse(arguments: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def _words(action: argparse.Action, value: Any) -> list[str]:
-    """What stands on the command line for `name: value`."""
+    """The words of the command line for `name: value`."""
     if value is None:
         return []
     option = max(action.option_strings, key=len)

@@ -21,11 +21,11 @@ from typing import Any
 from unittest import mock
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
-from weightcached.engine import tree
-from weightcached.engine.child import Activity, Job, say_error
 from weightcached.errors import EngineError
 from weightcached.system.gpus import free_bytes
+from weightcached.system.process import holds_file
 from weightcached.vllm_compat import parked_start, serve_arguments
+from weightcached.wire.engine_job import Activity, Job, say_error
 
 log = logging.getLogger("vllm.weightcached")
 
@@ -33,7 +33,7 @@ _CLOSE = (b"connection", b"close")
 _POLL_S = 0.005
 # Contexts of other processes differ by so much from one start to the next.
 _SLACK_BYTES = 64 << 20
-# What a GPU engine imports after its start; each fork has it then.
+# Modules that a GPU engine imports after its start; imported here, each fork has them.
 _GPU_MODULES = (
     "vllm.v1.worker.gpu_worker",
     "vllm.v1.worker.gpu.model_runner",
@@ -61,8 +61,8 @@ def prepare() -> str:
     import importlib
 
     for name in (*_MODULES, *_GPU_MODULES):
-        # A module that another version has under another name is imported by the engine itself.
-        with contextlib.suppress(ImportError):
+        # Modules of other names in other versions, or that cannot load here, are left out.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     return ""
 
@@ -82,8 +82,9 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 class _KeepCause(logging.Handler):
-    """Keeps the first exception that any process of the engine logs: it is the root cause, which
-    the API server's own error only points to.
+    """Keeps the first exception that any process of the engine logs: the root cause.
+
+    The API server's own error only points to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,8 +97,9 @@ class _KeepCause(logging.Handler):
 
 
 def _number_lines(prefix: str) -> None:
-    """Have this process's lines, and those of what it forks, begin with the prefix, as vLLM does it
-    where it is imported with VLLM_LOGGING_PREFIX.
+    """Begin lines of this process and its forks with the prefix.
+
+    vLLM does so if it is imported with VLLM_LOGGING_PREFIX.
     """
     for handler in logging.getLogger("vllm").handlers:
         formatter = handler.formatter
@@ -110,7 +112,7 @@ def _kv_file(error_file: Path) -> Path:
 
 
 def _read_kv_cache_bytes(job: Job) -> int:
-    """What the engine core found free for its KV cache, per rank; 0 where it did not say."""
+    """The memory that the engine core found free for its KV cache, per rank; 0 if unknown."""
     try:
         return int(_kv_file(job.error_file).read_text())
     except (OSError, ValueError):
@@ -132,8 +134,9 @@ FENCE_FD = "WEIGHTCACHED_ENGINE_FENCE_FD"
 
 
 def join_engine() -> None:
-    """In each process of a service's engine: tell what goes wrong, and hand the fence on. Does
-    nothing in other engines; a second call changes nothing.
+    """In each process of a service's engine: report errors, and pass the fence on.
+
+    Does nothing in other engines; may be called again.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -153,7 +156,7 @@ def join_engine() -> None:
 def _hand_on(fd: int, fence: Path) -> None:
     """Have processes started by spawn inherit the fence too, as forked ones do."""
     # Programs that an engine runs have its environment, and not its descriptors.
-    if not tree.holds_file(os.getpid(), fence):
+    if not holds_file(os.getpid(), fence):
         return
     if getattr(util.spawnv_passfds, "hands_on", None) == fd:
         return
@@ -168,7 +171,7 @@ def _hand_on(fd: int, fence: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
-    """An engine that serves on its private socket. Raises what vLLM raises."""
+    """An engine that serves on its private socket. Raises vLLM's errors."""
     os.environ[ERROR_FILE], os.environ[FENCE_FD] = str(job.error_file), str(fence_fd)
     join_engine()
     from vllm.entrypoints.launchers.api_server import entry
@@ -191,15 +194,15 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
 
         with mock.patch.object(entry, "serve_http", serve):
             serving = asyncio.ensure_future(entry.build_and_serve(client, address, sock, args))
-            server = await _started(serving, apps)
+            server = await _await_server(serving, apps)
         yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping(), free=free)
 
 
 def _arguments(job: Job) -> dict[str, Any]:
-    """The arguments of this engine. Raises EngineError where it could not start parked.
+    """The arguments of this engine. Raises EngineError if it could not start parked.
 
-    On a GPU it sleeps with our back end, which lets it start beside another one. On the CPU, where
-    vLLM cannot sleep, it parks awake: it keeps its KV cache.
+    On a GPU it sleeps with our back end, which lets it start beside another one. On the CPU vLLM
+    cannot sleep: it parks awake and keeps its KV cache.
     """
     from vllm.platforms import current_platform
 
@@ -241,17 +244,19 @@ def _versions() -> dict[str, str]:
     import torch
     import vllm
 
-    return {"vllm": vllm.__version__, "torch": torch.__version__}
+    # torch's is a str of a kind of its own.
+    return {"vllm": str(vllm.__version__), "torch": str(torch.__version__)}
 
 
 def _free_bytes(job: Job) -> int:
-    """Free memory of the fullest device; 0 where nobody tells."""
+    """Free memory of the fullest device; 0 if unknown."""
     return min((free_bytes(device) or 0 for device in job.devices), default=0)
 
 
 def _is_as_remembered(job: Job) -> bool:
-    """Whether this start would measure what the last one did: the same software, and as much memory
-    free. The size of the KV cache that was measured then need not be found out again.
+    """Whether this start would measure the same as the last one: equal software and free memory.
+
+    Then it need not measure the size of the KV cache again.
     """
     known = job.remembered
     if not known.get("kv_cache_bytes") or {k: known.get(k) for k in _versions()} != _versions():
@@ -260,7 +265,7 @@ def _is_as_remembered(job: Job) -> bool:
     return _free_bytes(job) >= wanted
 
 
-async def _started(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
+async def _await_server(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
     """The uvicorn server, once it accepts on the private socket."""
     while not serving.done():
         server = getattr(apps[0].state, "server", None) if apps else None

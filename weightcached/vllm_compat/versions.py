@@ -25,7 +25,7 @@ SEEN = {
 }
 
 
-class Need(NamedTuple):
+class VllmName(NamedTuple):
     """One name of vLLM. `where` is MODULE:ATTRIBUTE.PATH, `of` the module here that uses it."""
 
     of: str
@@ -38,20 +38,28 @@ _EXPERTS = "vllm.model_executor.layers.fused_moe.expert_map_manager"
 
 # Not imported by name: patched names, and names reached through an imported module or class.
 REACHED = (
-    Need("weightcache_loader", f"{_LOADER}:_LOAD_FORMAT_TO_MODEL_LOADER"),
-    Need("weightcache_loader", f"{_LOADER}:register_model_loader"),
-    Need("build", "vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
-    Need("build", f"{_EXPERTS}:determine_expert_map"),
-    Need("key", "vllm.envs:environment_variables"),
-    Need("key", f"{_GROUPS}:get_ep_group"),
-    Need("solo_rank", f"{_LOADER}.base_loader:BaseModelLoader.create_model"),
-    Need("solo_rank", f"{_GROUPS}:init_distributed_environment"),
-    Need("solo_rank", f"{_GROUPS}:ensure_model_parallel_initialized"),
-    Need("solo_rank", f"{_GROUPS}:init_model_parallel_group"),
-    Need("solo_rank", f"{_GROUPS}:_node_count"),
+    VllmName("weightcache_loader", f"{_LOADER}:_LOAD_FORMAT_TO_MODEL_LOADER"),
+    VllmName("weightcache_loader", f"{_LOADER}:register_model_loader"),
+    VllmName("build", "vllm.model_executor.layers.rotary_embedding:_ROPE_DICT"),
+    VllmName("build", f"{_EXPERTS}:determine_expert_map"),
+    VllmName("key", "vllm.envs:environment_variables"),
+    VllmName("key", f"{_GROUPS}:get_ep_group"),
+    VllmName("solo_rank", f"{_LOADER}.base_loader:BaseModelLoader.create_model"),
+    VllmName("solo_rank", f"{_GROUPS}:init_distributed_environment"),
+    VllmName("solo_rank", f"{_GROUPS}:ensure_model_parallel_initialized"),
+    VllmName("solo_rank", f"{_GROUPS}:init_model_parallel_group"),
+    VllmName("solo_rank", f"{_GROUPS}:_node_count"),
 )
-# Optional: imported only if vLLM's own options ask for it.
-OPTIONAL = frozenset({"vllm.v1.worker.gpu.model_runner:GPUModelRunner"})
+# Optional: imported only if vLLM's own options ask for it, or in another place in other releases.
+OPTIONAL = frozenset(
+    {
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+        "vllm.entrypoints.common.cli_args:make_arg_parser",
+        "vllm.entrypoints.common.cli_args:validate_parsed_serve_args",
+        "vllm.entrypoints.launchers.cli_args:make_arg_parser",
+        "vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args",
+    }
+)
 
 _warned = False
 
@@ -76,14 +84,39 @@ def warn_of_unseen(log: logging.Logger, version: str) -> None:
     )
 
 
-def imports_of(source: Path) -> Iterator[Need]:
-    """The names of vLLM that a source file imports, at its top or inside functions."""
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-            yield from (Need(source.stem, f"{node.module}:{name.name}") for name in node.names)
+def imports_of(source: Path) -> Iterator[VllmName]:
+    """The names of vLLM that a source file imports, at its top or inside functions. What is tried
+    first, and what is imported instead where that is not there, are one name at several places.
+    """
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    instead: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            for name, places in _alternatives(node).items():
+                instead.update(dict.fromkeys((f"{place}:{name}" for place in places), places))
+    for node in ast.walk(tree):
+        for place, name in _imported(node):
+            places = instead.get(f"{place}:{name}", [place])
+            yield VllmName(source.stem, " or ".join(f"{each}:{name}" for each in places))
 
 
-def needs() -> list[Need]:
+def _imported(node: ast.AST) -> list[tuple[str, str]]:
+    """(module, name) of each name of vLLM that an import statement takes from a module."""
+    if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "vllm":
+        return []
+    return [(node.module or "", name.name) for name in node.names]
+
+
+def _alternatives(node: ast.Try) -> dict[str, list[str]]:
+    """Of each name that is imported in a `try` or in its handlers: the modules, in order."""
+    places: dict[str, list[str]] = {}
+    for statement in [*node.body, *(s for handler in node.handlers for s in handler.body)]:
+        for place, name in _imported(statement):
+            places.setdefault(name, []).append(place)
+    return places
+
+
+def needs() -> list[VllmName]:
     """Every name of vLLM that the package uses."""
     compat = Path(__file__).parent
     sources = [*compat.glob("*.py"), *(compat.parents[1] / "weightcache_loader").glob("*.py")]
@@ -92,7 +125,19 @@ def needs() -> list[Need]:
 
 
 def find(where: str) -> Any:
-    """The object at MODULE:ATTRIBUTE.PATH. Raises ImportError, AttributeError."""
+    """What is at MODULE:ATTRIBUTE.PATH, the first that is there of several. Raises ImportError,
+    AttributeError.
+    """
+    first, _, others = where.partition(" or ")
+    try:
+        return _find_at(first)
+    except (ImportError, AttributeError):
+        if not others:
+            raise
+    return find(others)
+
+
+def _find_at(where: str) -> Any:
     module, _, path = where.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -103,7 +148,7 @@ def find(where: str) -> Any:
     return found
 
 
-def missing() -> list[tuple[Need, str]]:
+def missing() -> list[tuple[VllmName, str]]:
     """Names that the installed vLLM lacks, each with the reason."""
     lacking = []
     for need in needs():

@@ -61,7 +61,11 @@ def install(
     module = sys.modules.get("vllm.v1.worker.gpu_worker")
     worker = getattr(module, "Worker", None)
     wrap_once(worker, "sleep", lambda original: _within(memory_kept, _sleep(original)))
-    wrap_once(worker, "wake_up", lambda original: _within(memory_kept, _wake_up(original)))
+    wrap_once(
+        worker,
+        "wake_up",
+        lambda original: _within(_skip_if_unmapped(memory_kept), _wake_up(original)),
+    )
     wrap_once(worker, "compile_or_warm_up_model", lambda o: _then(on_started, _warm_up(o)))
     on_cpu = getattr(sys.modules.get("vllm.v1.worker.cpu_worker"), "CPUWorker", None)
     wrap_once(on_cpu, "compile_or_warm_up_model", lambda o: _then(on_started, o))
@@ -124,6 +128,18 @@ def _within(context: Callable[[], AbstractContextManager[None]], function: Any) 
             return function(self, *arguments, **named)
 
     return within
+
+
+def _skip_if_unmapped(
+    memory_kept: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], AbstractContextManager[None]]:
+    """An engine that was unmapped may have to wait for a load before it wakes: it must not hold that off."""
+
+    def context() -> AbstractContextManager[None]:
+        unmapped = any(model.state is mapped.State.UNMAPPED for model in mapped.of_process())
+        return contextlib.nullcontext() if unmapped else memory_kept()
+
+    return context
 
 
 def _then(callback: Callable[[], None], function: Any) -> Any:
@@ -198,7 +214,7 @@ def _memory_pool(original: Any) -> Any:
         if tag != "kv_cache" or not _uses_backend(self.vllm_config):
             return original(self, tag)
         parked = parked_start.starts_parked(self.vllm_config)
-        reason = _why_not_ours(self.vllm_config)
+        reason = _find_obstacle(self.vllm_config)
         if not reason:
             return _in_kv_pool(parked)
         if parked:
@@ -217,7 +233,7 @@ def _uses_backend(vllm_config: Any) -> bool:
     )
 
 
-def _why_not_ours(vllm_config: Any) -> str:
+def _find_obstacle(vllm_config: Any) -> str:
     """Why this engine's KV cache cannot lie over scratch memory while it sleeps, or ""."""
     connector = getattr(vllm_config, "kv_transfer_config", None)
     if connector is not None:

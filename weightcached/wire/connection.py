@@ -25,7 +25,7 @@ from weightcached.errors import (
 )
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.paths import check_socket
-from weightcached.system.process import peer_credentials
+from weightcached.system.process import label_of_this_process, peer_credentials
 from weightcached.wire.framing import MAX_PACKET_FDS, Packet, recv_packet, send_packet
 from weightcached.wire.messages import (
     PROTOCOL_VERSION,
@@ -81,7 +81,12 @@ class Connection:
         try:
             _check_peer(sock, path)
             half = cls(sock, path, Welcome(protocol=PROTOCOL_VERSION, device="?", pid=0))
-            hello = Hello(protocol=PROTOCOL_VERSION, software=software, purpose=purpose)
+            hello = Hello(
+                protocol=PROTOCOL_VERSION,
+                software=software,
+                purpose=purpose,
+                label=label_of_this_process() if purpose == "engine" else "",
+            )
             half.welcome = _check_welcome(
                 half.request(hello, max(deadline_s - time.monotonic(), 0.001)), path
             )

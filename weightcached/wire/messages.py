@@ -36,11 +36,14 @@ class Message(msgspec.Struct, tag=True, tag_field="type", frozen=True, kw_only=T
 
 
 class Hello(Message, frozen=True):
-    """First message of every connection."""
+    """First message of every connection. label: what the peer is, for people, where its pid cannot be
+    seen; nothing is decided by it.
+    """
 
     protocol: int
     software: Text = ""
     purpose: Literal["engine", "ctl", "self"] = "ctl"
+    label: Text = ""
 
 
 class Status(Message, frozen=True):
@@ -299,6 +302,12 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     parked: bool = False
     generation: Count = 0
     bytes: Count = 0
+    label: Text = ""
+
+    @property
+    def name(self) -> str:
+        """For people: its pid, or its own label if the daemon cannot see the pid."""
+        return f"pid {self.pid}" if self.pid or not self.label else self.label
 
 
 class OldGeneration(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,74 @@
+"""Which ranks of a group are asked to load along, and which rank waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.stub_daemon import StubDaemon, cache, status
+from weightcached.config.manifest import ModelSpec
+from weightcached.config.wanted import Wanted
+from weightcached.daemon.group import GroupPeers
+from weightcached.wire.messages import Message, Reload, ReloadReply, Request
+
+DEVICES = ["cpu0", "cpu1", "cpu2", "cpu3"]
+WANTED = Wanted("m/target", "target", ModelSpec(name="m", devices=DEVICES, engine={}), "digest")
+
+
+class Group:
+    """Peers cpu1 to cpu3 as stubs, with cpu0 asking."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._directory, self._stack = directory, stack
+        self.reloads: list[tuple[str, Reload]] = []
+        self.peers = GroupPeers("cpu0", lambda device: directory / f"{device}.sock")
+
+    def peer(self, device: str, **fields: Any) -> None:
+        def answer(request: Request) -> list[Message]:
+            if isinstance(request, Reload):
+                self.reloads.append((device, request))
+                return [ReloadReply()]
+            return [status(device, cache("m/target", **fields))]
+
+        self._stack.enter_context(StubDaemon(self._directory / f"{device}.sock", answer))
+
+    def call(self, *but: str) -> set[str]:
+        return asyncio.run(self.peers.call(WANTED, but=but))
+
+    def lacks(self) -> bool:
+        return asyncio.run(self.peers.lacks(WANTED))
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with tempfile.TemporaryDirectory(prefix="wc-") as base, ExitStack() as stack:
+        yield Group(Path(base, "run"), stack)
+
+
+def test_only_peers_that_serve_and_load_nothing_are_asked(group: Group) -> None:
+    group.peer("cpu1")
+    group.peer("cpu2", phase="meeting")
+    # cpu3 has no daemon: when it has one, that one loads.
+    assert group.call() == {"cpu1"}
+    assert group.reloads == [("cpu1", Reload(caches=["m/target"], along=True))]
+    assert group.call("cpu1") == set()
+
+
+@pytest.mark.parametrize("phase", ["queued", "importing", "configuring", "waiting", "meeting"])
+def test_rank_before_the_meeting_waits_for_the_others(group: Group, phase: str) -> None:
+    group.peer("cpu1")
+    group.peer("cpu2", state="loading", generation=0, phase=phase)
+    assert group.lacks()
+
+
+@pytest.mark.parametrize("phase", ["weights", "packing", "proving", "publishing", "tuning"])
+def test_rank_that_has_met_needs_nobody(group: Group, phase: str) -> None:
+    group.peer("cpu1", state="loading", generation=0, phase=phase)
+    group.peer("cpu2", state="failed", generation=0)
+    assert not group.lacks()
