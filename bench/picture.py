@@ -69,9 +69,15 @@ _TEMPLATE = """\
     help="The picture; the recording is written beside it, as .txt.",
 )
 @click.option("--columns", default=96, show_default=True, help="Width of the terminal.")
+@click.option(
+    "--tail",
+    default=11,
+    show_default=True,
+    help="Draw only the last lines, for the demo its two tables; 0: all.",
+)
 @click.option("--title", default="make demo", show_default=True, help="Title of the window.")
 def main(
-    command: Sequence[str], recording: Path | None, out: Path, columns: int, title: str
+    command: Sequence[str], recording: Path | None, out: Path, columns: int, tail: int, title: str
 ) -> None:
     """Run COMMAND, by default the demo, and draw its output.
 
@@ -84,7 +90,7 @@ def main(
         recording = out.with_suffix(".txt")
         recording.write_text(output, encoding="utf-8")
     text = final_lines(recording.read_text(encoding="utf-8"))
-    out.write_text(svg(text, columns, title), encoding="utf-8")
+    out.write_text(svg(last_lines(text, tail), columns, title), encoding="utf-8")
     click.echo(f"wrote {out}")
 
 
@@ -126,6 +132,12 @@ def final_lines(shown: str) -> str:
     return (
         "\n".join(line for line in lines if not _COUNTS_SECONDS.fullmatch(line)).strip("\n") + "\n"
     )
+
+
+def last_lines(text: str, number: int) -> str:
+    """The last lines of a recording, after an ellipsis; all of it for 0."""
+    lines = text.splitlines()
+    return text if not 0 < number < len(lines) else "\n".join(["…", *lines[-number:]]) + "\n"
 
 
 def svg(recording: str, columns: int, title: str) -> str:

@@ -121,7 +121,7 @@ def serving(setup: Setup) -> Setup:
     """A running daemon, also after a test that killed it."""
     if setup.daemon.process is None or setup.daemon.process.poll() is not None:
         setup.daemon.launch(keep_store=True)
-        until(setup.daemon.is_ready, "both models are resident")
+        until(setup.daemon.is_ready, "both models are resident", bound_s=ANSWER_TIMEOUT_S)
     return setup
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,6 +56,17 @@ def until(condition: Callable[[], bool], what: str, *, bound_s: float = BOUND_S)
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {bound_s} s: {what}"
         time.sleep(0.01)
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a directory under a daemon, which may make its files in it again meanwhile."""
+    while directory.exists():
+        try:
+            shutil.rmtree(directory)
+            return
+        except OSError as e:
+            if e.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
 
 class ManagerSocket:

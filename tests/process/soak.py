@@ -31,7 +31,7 @@ from bench import flood, fuzz
 from tests.fakes import lag
 from tests.fakes.checkpoints import WEIGHTS, key_of, write_checkpoint
 from tests.fakes.client import Client, Handout
-from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
+from tests.fakes.daemon import DaemonProcess, model, remove_tree, until, write_manifest
 from tests.process.conftest import Engine
 from weightcached.wire.messages import (
     Attach,
@@ -302,7 +302,7 @@ class Soak:
         if self.random.random() < 0.5:
             self.daemon.socket.unlink()
         else:
-            shutil.rmtree(self.daemon.runtime)
+            remove_tree(self.daemon.runtime)
         until(self.daemon.socket.exists, "the socket is made again")
 
     def freeze(self) -> None:

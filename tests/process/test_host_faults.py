@@ -19,7 +19,7 @@ import pytest
 from tests import limits
 from tests.fakes.checkpoints import identity_of, key_of, with_checkpoint, write_checkpoint
 from tests.fakes.client import Client
-from tests.fakes.daemon import LOADER, DaemonProcess, model, until, write_manifest
+from tests.fakes.daemon import LOADER, DaemonProcess, model, remove_tree, until, write_manifest
 from weightcached.checkpoint.identity import with_full
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import Refused, Reload, ReloadReply
@@ -179,7 +179,7 @@ def test_runtime_directory_without_a_parent_is_said_and_made_when_it_can_be(
     key = key_of({"model": str(checkpoint)})
     with daemon.client() as engine:
         engine.attach(key).close()
-        shutil.rmtree(session)
+        remove_tree(session)
         reason = f"cannot create the runtime directory {daemon.runtime}: No such file or directory"
         assert daemon.notified("unreachable") == f"STATUS=unreachable: {reason}"
         # A restart would fail: the manager is told that all is well otherwise.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from tests.fakes import pauses
 from tests.fakes.checkpoints import key_of, write_checkpoint
-from tests.fakes.daemon import LOADER, ROOT, model, until, write_manifest
+from tests.fakes.daemon import LOADER, ROOT, model, remove_tree, until, write_manifest
 from tests.fakes.pauses import Pauses
 from tests.systemd.conftest import SETTINGS, Unit, product_unit
 from tests.systemd.manager import PrivateManager
@@ -97,7 +96,7 @@ def test_runtime_directory_removed_under_the_daemon_is_made_again_without_a_rest
 ) -> None:
     unit.install("WatchdogSec=1s").systemctl("start")
     pid = unit.pid
-    shutil.rmtree(unit.socket.parent)
+    remove_tree(unit.socket.parent)
     until(unit.socket.exists, "the daemon has noticed")
     assert (unit.cache().source, unit.loads()) == ("loaded", 1)
     assert (unit.pid, unit.show("NRestarts"), unit.show("ActiveState")) == (pid, "0", "active")
@@ -111,7 +110,7 @@ def test_session_directory_removed_under_the_manager_costs_no_weights(tmp_path: 
         pid = unit.pid
         with unit.client() as engine:
             ready = engine.attach(key_of(unit.engine)).ready
-            shutil.rmtree(manager.runtime_dir)
+            remove_tree(manager.runtime_dir)
             until(
                 lambda: "our socket is gone and cannot be made again" in unit.log(),
                 "the daemon says so",

@@ -256,12 +256,12 @@ def test_a_repository_that_is_not_in_the_cache_is_refused_with_the_command_to_ru
     hub: Path,
 ) -> None:
     assert refusal("org/other") == (
-        f"model org/other at revision main is neither a directory nor in the Hub cache {hub.parent}: "
-        "hf download org/other"
+        f"model org/other at revision main is neither a directory nor in the Hub cache {hub.parent} "
+        f"(HF_HUB_CACHE is {hub.parent}): hf download org/other"
     )
     assert refusal("org/name", revision="v2") == (
-        f"model org/name at revision v2 is neither a directory nor in the Hub cache {hub.parent}: "
-        "hf download org/name --revision v2"
+        f"model org/name at revision v2 is neither a directory nor in the Hub cache {hub.parent} "
+        f"(HF_HUB_CACHE is {hub.parent}): hf download org/name --revision v2"
     )
     assert refusal("org/name", revision="../x") == (
         "revision '../x' of model org/name is malformed: expected a branch, tag or commit"

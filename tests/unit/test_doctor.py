@@ -111,6 +111,22 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         yield Machine(tmp_path, Path(run), monkeypatch)
 
 
+def test_variables_that_the_manager_lacks_are_named(machine: Machine) -> None:
+    for name, value in (
+        ("HF_HOME", "/srv/hf"), ("VLLM_USE_DEEP_GEMM", "0"), ("VLLM_MLA_DISABLE", "1"), ("VLLM_LOGGING_LEVEL", "DEBUG"),
+    ):  # fmt: skip
+        machine.monkeypatch.setenv(name, value)
+    machine.commands.answer(
+        "systemctl", "--user show-environment", "PATH=/bin\nVLLM_USE_DEEP_GEMM=1\nVLLM_MLA_DISABLE=1\n"
+    )  # fmt: skip
+    first, second = machine.findings("environment")
+    assert first.text == "HF_HOME is '/srv/hf' here, units of the user manager do not have it"
+    assert first.fix.startswith(
+        "systemctl --user import-environment HF_HOME; weightcachectl restart;"
+    )
+    assert second.text == "VLLM_USE_DEEP_GEMM is '0' here, units of the user manager have '1'"
+
+
 def test_healthy_machine_has_only_ok_findings(machine: Machine) -> None:
     machine.findings("")
     socket = machine.run / "weightcached/cpu0.sock"

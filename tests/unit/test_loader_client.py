@@ -43,6 +43,7 @@ from weightcached.wire.messages import (
     Failed,
     FieldMismatch,
     Hello,
+    HoldLoads,
     Loading,
     Mismatch,
     NeedDigest,
@@ -922,3 +923,52 @@ def test_daemon_that_is_away_is_waited_for_and_another_reason_is_not(
     with pytest.raises(WeightCacheUnavailableError) as caught:
         client.patiently(attach)
     assert caught.value.code == "absent"
+
+
+# ---- while the engine measures memory, sleeps or wakes
+
+
+def test_loads_are_held_off_once_the_load_that_has_the_device_is_over(path: Path) -> None:
+    def script(request: Request) -> Iterable[Answer]:
+        yield loading("weights", done_bytes=1, total_bytes=2)
+        yield loading("publishing")
+        yield Done()
+
+    with StubDaemon(path, script) as daemon:
+        held = client.hold_loads(path, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S)
+        assert held is not None
+        assert daemon.requests[1:] == [HoldLoads()]
+        held.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [Refused(code="protocol", message="older"), Packet(b"", then_close=True)]
+)
+def test_engine_goes_on_where_loads_cannot_be_held_off(path: Path, answer: Answer) -> None:
+    assert client.hold_loads(path, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S) is None
+    with StubDaemon(path, serving(answer)):
+        assert (
+            client.hold_loads(path, connect_timeout_s=TIMEOUT_S, state_timeout_s=TIMEOUT_S) is None
+        )
+
+
+def test_load_that_lasts_too_long_is_not_waited_for(path: Path, lines: Lines) -> None:
+    def script(request: Request) -> Iterable[Answer]:
+        while True:
+            yield loading("weights")
+            time.sleep(0.02)
+
+    with StubDaemon(path, script):
+        assert client.hold_loads(path, connect_timeout_s=TIMEOUT_S, state_timeout_s=0.2) is None
+    assert lines.lines[-1].startswith(
+        "WARNING the daemon goes on loading while this engine measures memory: tiny/target is still loading"
+    )
+
+
+def test_engine_that_sleeps_or_wakes_waits_for_nobody(path: Path) -> None:
+    with client.loads_held(None):
+        pass
+    with StubDaemon(path, serving(Silence())) as daemon, client.loads_held(path):
+        until(lambda: HoldLoads(wait=False) in daemon.requests)
+    # Its thread ends with the block, or when the daemon has been silent for half a second.
+    until(lambda: not [t for t in threading.enumerate() if t.name == "weightcached-hold"])

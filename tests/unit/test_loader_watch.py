@@ -108,6 +108,28 @@ def test_elsewhere_what_is_called_as_weights_are_counts(model: Path, tmp_path: P
     assert watched(model, read).names == ["a.safetensors", str(tmp_path / "encoder.safetensors")]
 
 
+def test_elsewhere_the_caches_of_libraries_do_not_count_and_that_of_the_hub_does(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    files = [
+        tmp_path / "cache" / name
+        for name in ("flashinfer/kernel.bin", "huggingface/hub/models--a--b/snapshots/c/w.bin")
+    ]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"w")
+
+    def read() -> None:
+        open_with_safetensors(model / "a.safetensors")
+        for file in files:
+            file.read_bytes()
+
+    assert watched(model, read).names == ["a.safetensors", str(files[1])]
+
+
 def test_other_ways_to_a_file_are_ways_to_it(model: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(model)
     (tmp_path / "blob").write_bytes((model / "a.safetensors").read_bytes())

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bench.picture import ROOT, final_lines, svg
+from bench.picture import ROOT, final_lines, last_lines, svg
 
 RECORDING = "ready\n\x1b[32mattach\x1b[0m  0.174 s\n"
 
@@ -35,10 +35,19 @@ def test_picture_needs_nothing_from_the_network() -> None:
         assert "@font-face" not in picture
 
 
-def test_picture_of_the_readme_is_of_its_recording() -> None:
+def test_picture_of_the_readme_is_the_end_of_its_recording() -> None:
     recording = (ROOT / "docs/demo.txt").read_text(encoding="utf-8")
-    shown = texts((ROOT / "docs/demo.svg").read_text(encoding="utf-8"))[1:]
-    assert shown == [line.strip() for line in recording.splitlines()]
+    command, ellipsis, *shown = texts((ROOT / "docs/demo.svg").read_text(encoding="utf-8"))
+    assert (command, ellipsis) == ("$ make demo", "…")
+    written = [line.strip() for line in recording.splitlines() if line.strip()]
+    assert [line for line in shown if line] == written[-len([line for line in shown if line]) :]
+    assert any(line.startswith("weights from") for line in shown)
+
+
+def test_last_lines_follow_an_ellipsis() -> None:
+    assert last_lines("a\nb\nc\n", 2) == "…\nb\nc\n"
+    assert last_lines("a\nb\nc\n", 3) == "a\nb\nc\n"
+    assert last_lines("a\nb\nc\n", 0) == "a\nb\nc\n"
 
 
 def test_line_that_redraws_itself_is_kept_as_it_was_left() -> None:

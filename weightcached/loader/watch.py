@@ -20,6 +20,7 @@ import msgspec
 from weightcached.checkpoint.files import (
     WeightFile,
     blob_of,
+    hub_cache_dir,
     is_settled,
     reading_order,
     stat_tuple,
@@ -95,7 +96,7 @@ class Watch:
             if chosen := self._inodes.get((info.st_dev, info.st_ino)):
                 # By another way to the same file, as past the links of a Hub snapshot.
                 return chosen
-        return path if path.endswith(_WEIGHT_SUFFIXES) else ""
+        return path if path.endswith(_WEIGHT_SUFFIXES) and not _is_a_librarys(path) else ""
 
     def read(self, load_format: str) -> CheckpointIdentity:
         """The record of the files read: chosen ones that were read, and others.
@@ -126,6 +127,13 @@ class Watch:
         if [*read.names, *read.absent] == [*recorded.names, *recorded.absent]:
             read = msgspec.structs.replace(read, sample=recorded.sample)
         return read
+
+
+def _is_a_librarys(path: str) -> bool:
+    """Whether a file belongs to an installed library, or to its cache of compiled kernels."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    ours = path.startswith(os.path.join(hub_cache_dir(), ""))
+    return not ours and path.startswith((os.path.join(sys.prefix, ""), os.path.join(cache, "")))
 
 
 def _look(path: str) -> tuple[Any, str] | None:
