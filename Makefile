@@ -8,6 +8,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Test processes that run at once, beside the engines.
 JOBS ?= $(shell nproc)
 SECONDS ?= 600
+KILLS ?= 500
 INPUTS ?= 100000
 
 # Each engine would compile all that it imports of vLLM.
@@ -43,8 +44,9 @@ engine: $(STAMP)  ## end-to-end tests with a real vLLM engine on the CPU
 bench: $(STAMP)  ## tests that have limits in time, on a quiet machine: each figure beside its limit
 	$(BIN)/pytest -q --limits -m timed
 
-soak: $(STAMP)  ## random operations on one daemon for SECONDS, every invariant checked after each
+soak: $(STAMP)  ## random operations on one daemon for SECONDS, then KILLS random kills in an engine service
 	$(BIN)/python -m tests.process.soak --seconds $(SECONDS)
+	WEIGHTCACHED_KILLS=$(KILLS) $(BIN)/pytest -q --timeout 0 tests/process/test_engine_service.py -k random_kills
 
 fuzz: $(STAMP)  ## INPUTS hostile inputs at a real daemon, and the fuzz tests with more examples
 	$(BIN)/pytest -q --hypothesis-profile=fuzz tests/process/test_fuzz.py

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -286,6 +287,36 @@ def test_drop_during_a_reload_with_a_slow_store_ends(
     # And each can be had again.
     assert isinstance(reload(daemon), ReloadReply)
     assert {c.state for c in daemon.status().caches} == {"ready"}
+
+
+# ---- a group
+
+
+def test_peers_of_a_rank_that_lost_its_generation_load_along_and_keep_theirs(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path, gate: Path
+) -> None:
+    """With a loader that waits as in the meeting; test_real_loaders.py has two that meet."""
+    spawns, devices = short_tmp / "spawns", ["cpu0", "cpu1"]
+
+    def rank(device: str, **engine: Any) -> DaemonProcess:
+        entry = model("m", checkpoint, x_spawns=str(spawns), tensor_parallel_size=2, **engine)
+        entry |= {"devices": devices, "rendezvous": {"group": "127.0.0.1:29777"}}
+        daemon = make_daemon(device=device)
+        daemon.manifest = short_tmp / f"{device}.yaml"
+        write_manifest(daemon.manifest, [entry])
+        return daemon
+
+    kept = rank("cpu0").start()
+    lost = rank("cpu1", x_gate_before_key=str(gate)).launch()
+    until(lambda: "loaded along cache=m/target" in kept.log, "the peer loads along")
+    gate.write_bytes(b"")
+    lost.notified("READY=1")
+    (served,) = kept.until(lambda s: not s.caches[0].phase, "its load is over").caches
+    assert (served.state, served.generation, served.error) == ("ready", 1, "")
+    assert kept.status().old_generations == []
+    assert lost.status().caches[0].state == "ready"
+    # Its own, and the one along.
+    assert len(spawns.read_text().splitlines()) == 3
 
 
 # ---- old generations

@@ -23,6 +23,7 @@ from tests.process.test_host_faults import memory_cgroup
 # They load with vLLM.
 pytestmark = pytest.mark.slow
 
+pytestmark = pytest.mark.slow
 Launcher = Callable[..., DaemonProcess]
 ENGINE: dict[str, Any] = {"max_model_len": 64, "enforce_eager": True}
 # Imports take 10 s alone, and a minute beside others.

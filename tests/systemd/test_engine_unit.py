@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -115,6 +116,17 @@ def test_supervisor_that_hangs_is_replaced(service: UnitService) -> None:
         drop_in.unlink()
         drop_in.parent.rmdir()
         service.unit_manager.systemctl("daemon-reload")
+
+
+def test_start_that_fails_is_told_in_the_engines_words(service: UnitService) -> None:
+    service.write_manifest(arguments={"x_fail": "no such quantization"})
+    done = subprocess.run(
+        [sys.executable, "-m", "weightcached.cli.weightcachectl", "engine", "start", "chat"],
+        env=service.unit_manager.env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "the last start failed: no such quantization; journalctl --user -u " in done.stderr
 
 
 def test_wrong_manifest_ends_the_unit_for_good(service: UnitService) -> None:

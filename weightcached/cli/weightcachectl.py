@@ -695,8 +695,15 @@ def engine_stop(name: str) -> None:
 def _engine_job(verb: str, name: str) -> None:
     from weightcached.cli.engine import unit_of
     from weightcached.cli.units import systemctl
+    from weightcached.errors import UnitError
 
-    systemctl(verb, unit_of(name), timeout_s=None)
+    unit = unit_of(name)
+    try:
+        systemctl(verb, unit, timeout_s=None)
+    except UnitError as e:
+        # What the supervisor said last tells more than systemctl does.
+        words = systemctl("show", "--value", "--property=StatusText", unit).strip()
+        raise UnitError(f"{name}: {words}; journalctl --user -u {unit}" if words else str(e)) from e
     click.echo(f"{name}: {'started' if verb == 'start' else 'stopped'}")
 
 
