@@ -28,6 +28,8 @@ pytestmark = pytest.mark.slow
 
 ENGINE: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256}
 UTILIZATION = 0.92
+# The daemon's private segment of a mapped cache is in nobody's account: at most this, here.
+PRIVATE_BYTES = 64 << 10
 
 
 class BudgetEngine:
@@ -128,7 +130,8 @@ def serving(setup: Setup) -> Setup:
 def assert_started_within_the_utilization(answer: dict[str, Any], device: Device) -> None:
     assert "error" not in answer, answer
     context = device.total // 200
-    assert device.used_at_the_end(answer["requested"]) <= UTILIZATION * device.total + context + 1
+    allowed = UTILIZATION * device.total + context + PRIVATE_BYTES + 1
+    assert device.used_at_the_end(answer["requested"]) <= allowed
 
 
 def costs(answer: dict[str, Any]) -> list[str]:
@@ -165,8 +168,7 @@ def test_engine_that_copies_its_weights_starts(serving: Setup) -> None:
 def test_engine_that_maps_one_of_two_resident_models_starts(serving: Setup) -> None:
     answer = serving.engines["small"].start(serving.device)
     assert_started_within_the_utilization(answer, serving.device)
-    # Its own, with the private segment of which it has a copy; the other's.
-    assert answer["external"] == sum(serving.resident.values())
+    assert 0 <= sum(serving.resident.values()) - answer["external"] <= PRIVATE_BYTES
     (line,) = costs(answer)
     assert "small/target" not in line
 
