@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -80,3 +82,22 @@ def test_first_start_uses_what_the_last_one_measured_only_if_all_is_as_it_was(
 
 def test_versions_are_what_a_reply_can_hold() -> None:
     assert msgspec.json.decode(msgspec.json.encode(server._versions())) == server._versions()
+
+
+def test_first_logged_exception_is_kept_as_the_reason_and_lines_are_numbered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory = logging.getLogRecordFactory()
+    monkeypatch.setattr(logging, "_logRecordFactory", factory)
+    monkeypatch.setenv(server.ERROR_FILE, str(tmp_path / "2/error"))
+    monkeypatch.setenv(server.FENCE_FD, "99")
+    monkeypatch.setenv("VLLM_LOGGING_PREFIX", "chat/2 ")
+    (tmp_path / "2").mkdir()
+    server.join_engine()
+    server.join_engine()
+    records = logging.getLogRecordFactory()
+    for error in (ValueError("the cause"), RuntimeError("see above")):
+        made = records("vllm", logging.ERROR, "f", 1, "failed", (), (type(error), error, None))
+    assert (tmp_path / "2/error").read_text() == "the cause"
+    assert getattr(made, "vllm_process_name", "chat/2 x").startswith("chat/2 ")
+    assert records._make is factory  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from weightcached.errors import ArgumentError
-from weightcached.vllm_compat.serve_arguments import parse
+from weightcached.vllm_compat.serve_arguments import _words, parse
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,28 @@ def test_values_of_every_kind_arrive_as_on_the_command_line() -> None:
     assert int(args.compilation_config.mode) == 0
     assert args.model_loader_extra_config == {"socket_dir": "/run/x", "start_parked": True}
     assert (args.quantization, args.ssl_keyfile) == (None, "/k")
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "negatives"),
+    [
+        ("--enforce-eager", ["--no-enforce-eager"], None),
+        # vLLM 0.33, where the last is also the longest.
+        (
+            "--enable-sleep-mode",
+            ["--disable-sleep-mode"],
+            {"--no-enable-sleep-mode", "--disable-sleep-mode"},
+        ),
+    ],
+)
+def test_true_is_the_arguments_own_option_and_false_its_inverse(
+    own: str, others: list[str], negatives: set[str] | None
+) -> None:
+    action = argparse.Action([own, *others], own.strip("-").replace("-", "_"), nargs=0)
+    if negatives is not None:
+        action.negative_option_strings = negatives  # type: ignore[attr-defined]
+    assert _words(action, True) == [own]
+    assert _words(action, False) == others
 
 
 @pytest.mark.parametrize(

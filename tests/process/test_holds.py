@@ -133,3 +133,17 @@ def test_release_is_not_forgotten_though_another_lease_outlasts_the_engine(
     daemon.until(
         lambda _: not [fd for fd in daemon.descriptors() if "segment" in fd], "it is freed"
     )
+
+
+def test_what_an_engine_released_stays_released_across_a_crash(
+    daemon: DaemonProcess, checkpoint: Path
+) -> None:
+    with daemon.client() as engine:
+        engine.attach(key_of({"model": str(checkpoint)})).close()
+        engine.expect(Release(), Done)
+    daemon.signal(signal.SIGKILL)
+    daemon.wait()
+    before = daemon.log.count("loader started")
+    daemon.launch(keep_store=True).notified("READY=1")
+    assert states(daemon.status()) == {"tiny/target": "released"}
+    assert daemon.log.count("loader started") == before

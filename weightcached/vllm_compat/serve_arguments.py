@@ -44,17 +44,13 @@ def _words(action: argparse.Action, value: Any) -> list[str]:
     """The words of the command line for `name: value`."""
     if value is None:
         return []
-    option = max(action.option_strings, key=len)
-    options = {text for text in action.option_strings if text.startswith("--")}
+    # The first long one is the argument's own; --no-x and, in 0.33, --disable-x for --enable-x follow.
+    options = [text for text in action.option_strings if text.startswith("--")]
+    option = options[0]
     if isinstance(value, bool) and action.nargs == 0:
-        negative = [text for text in options if text.startswith("--no-")]
-        positive = [text for text in options if not text.startswith("--no-")]
-        if value:
-            return [max(positive, key=len)]
-        return negative[:1]
-    option = max(
-        (text for text in options if not text.startswith("--no-")), key=len, default=option
-    )
+        negatives = getattr(action, "negative_option_strings", ())
+        negative = [o for o in options[1:] if o.startswith("--no-") or o in negatives]
+        return [option] if value else negative[:1]
     if isinstance(value, list) and action.nargs not in (None, 0):
         return [option, *map(_word, value)]
     return [f"{option}={_word(value)}"] if action.nargs is None else [option, _word(value)]

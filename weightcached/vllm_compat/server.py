@@ -81,30 +81,29 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     uvloop.run(main)
 
 
-class _KeepCause(logging.Handler):
-    """Keeps the first exception that any process of the engine logs: the root cause.
+class _Records:
+    """Makes log records: keeps the first exception that any process of the engine logs, which is the
+    root cause that the API server's own error only points to, and numbers lines.
 
-    The API server's own error only points to it.
+    Not a handler: vLLM configures its logger again, and handlers are gone then.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(logging.ERROR)
+    def __init__(self, path: Path, number: str) -> None:
+        self._make = logging.getLogRecordFactory()
         self._path = path
+        self._number = number
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and isinstance(record.exc_info[1], Exception):
-            say_error(self._path, record.exc_info[1])
-
-
-def _number_lines(prefix: str) -> None:
-    """Begin lines of this process and its forks with the prefix.
-
-    vLLM does so if it is imported with VLLM_LOGGING_PREFIX.
-    """
-    for handler in logging.getLogger("vllm").handlers:
-        formatter = handler.formatter
-        if formatter is not None and not (formatter._fmt or "").startswith(prefix):
-            formatter._fmt = formatter._style._fmt = prefix + formatter._style._fmt
+    def __call__(self, *arguments: Any, **named: Any) -> logging.LogRecord:
+        record = self._make(*arguments, **named)
+        if record.levelno >= logging.ERROR and record.exc_info:
+            error = record.exc_info[1]
+            if isinstance(error, Exception):
+                say_error(self._path, error)
+        # vLLM 0.33 begins each line with it.
+        name = getattr(record, "vllm_process_name", None)
+        if name is not None and not name.startswith(self._number):
+            record.vllm_process_name = f"{self._number} {name}"
+        return record
 
 
 def _kv_file(error_file: Path) -> Path:
@@ -141,9 +140,9 @@ def join_engine() -> None:
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
-    logger = logging.getLogger("vllm")
-    if not any(isinstance(handler, _KeepCause) for handler in logger.handlers):
-        logger.addHandler(_KeepCause(Path(path)))
+    if not isinstance(logging.getLogRecordFactory(), _Records):
+        number = os.environ.get("VLLM_LOGGING_PREFIX", "").strip()
+        logging.setLogRecordFactory(_Records(Path(path), number))
     _hand_on(int(os.environ[FENCE_FD]), Path(path).parents[1] / "fence")
     from vllm.v1.executor.abstract import Executor
 
@@ -178,7 +177,6 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs(f"{job.service}/{job.number}")
-    _number_lines(os.environ.get("VLLM_LOGGING_PREFIX", ""))
     free = 0 if job.parked else _free_bytes(job)
     args = serve_arguments.parse(_arguments(job))
     args.host, args.port = job.host or None, job.port
