@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import pynvml  # noqa: E402
 
 from bench import harness  # noqa: E402
-from bench.checkpoints import llama_config, write_checkpoint  # noqa: E402
+from bench.checkpoints import llama_config, write_checkpoint_apart  # noqa: E402
 from weightcached.system.gpus import list_gpus  # noqa: E402
 
 PROMPTS, TOKENS = 8, 64
@@ -153,7 +153,7 @@ def main(
         model = str(work / f"model-{size}")
         if not Path(model, "config.json").exists():
             config = llama_config(**SIZES[size], dtype="bfloat16", tied=False)
-            write_checkpoint(Path(model), config, shards=8, device="cuda")
+            write_checkpoint_apart(Path(model), config, shards=8, device="cuda")
     bench = Bench(model, work, utilization)
     bench.warm_page_cache()
     if warm_up:

@@ -33,7 +33,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.checkpoints import llama_config, write_checkpoint
+from bench.checkpoints import llama_config, write_checkpoint_apart
 from weightcached.errors import EngineError
 from weightcached.system.gpus import list_gpus
 from weightcached.wire.services import ask_service
@@ -663,7 +663,9 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
     began = time.time()
     config = llama_config(**SHAPES[shape], dtype="bfloat16", tied=False)
     shards = 4 if shape != "tiny" else 1
-    write_checkpoint(path, config, shards=shards, seed=seed, device="cuda" if on_gpu else "cpu")
+    write_checkpoint_apart(
+        path, config, shards=shards, seed=seed, device="cuda" if on_gpu else "cpu"
+    )
     say(f"{path} made in {time.time() - began:.1f} s")
 
 

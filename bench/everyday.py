@@ -30,7 +30,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.checkpoints import llama_config, write_checkpoint  # noqa: E402
+from bench.checkpoints import llama_config, write_checkpoint_apart  # noqa: E402
 from bench.generate import prompts  # noqa: E402
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest  # noqa: E402
 from weightcached.errors import WeightcachedError  # noqa: E402
@@ -379,7 +379,7 @@ def make_checkpoints(work: Path, *, tiny: bool, on: str) -> dict[str, Path]:
         if not (path / "config.json").exists():
             config = llama_config(**(TINY if tiny else size), dtype="bfloat16", tied=False)
             # config.json comes last: an interrupted run begins anew.
-            write_checkpoint(path, config, shards=1 if tiny else 4, seed=seed, device=on)
+            write_checkpoint_apart(path, config, shards=1 if tiny else 4, seed=seed, device=on)
         paths[name] = path
     return paths
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import pynvml  # noqa: E402
 
 from bench.attach import SIZES, Memory, rss_of_tree  # noqa: E402
-from bench.checkpoints import llama_config, write_checkpoint  # noqa: E402
+from bench.checkpoints import llama_config, write_checkpoint_apart  # noqa: E402
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest  # noqa: E402
 from weightcached.system.gpus import list_gpus, visible_gpus  # noqa: E402
 from weightcached.wire.messages import Drop, Progress, Reload  # noqa: E402
@@ -147,7 +147,7 @@ def main(
     directory.mkdir(parents=True, exist_ok=True)
     if checkpoint is None:
         checkpoint = directory / "model"
-        write_checkpoint(
+        write_checkpoint_apart(
             checkpoint, llama_config(**SIZES[size], dtype="bfloat16", tied=False), device="cuda"
         )
     bench = Bench(device, directory, checkpoint)

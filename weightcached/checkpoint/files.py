@@ -164,7 +164,7 @@ def hub_cache_dir() -> str:
 
 
 def _hub_cache_from() -> str:
-    """Which variable says where the Hub cache is. A service manager often lacks what a shell has."""
+    """The variable that names the Hub cache. A service manager often lacks variables of a shell."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         if name in os.environ:
             return f"{name} is {os.environ[name]}"

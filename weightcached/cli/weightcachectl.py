@@ -701,7 +701,7 @@ def _engine_job(verb: str, name: str) -> None:
     try:
         systemctl(verb, unit, timeout_s=None)
     except UnitError as e:
-        # What the supervisor said last tells more than systemctl does.
+        # The supervisor's last words tell more than systemctl.
         words = systemctl("show", "--value", "--property=StatusText", unit).strip()
         raise UnitError(f"{name}: {words}; journalctl --user -u {unit}" if words else str(e)) from e
     click.echo(f"{name}: {'started' if verb == 'start' else 'stopped'}")

@@ -57,8 +57,10 @@ def identify(sock: socket.socket) -> Peer:
 
 
 def _unseen_process(sock: socket.socket) -> int:
-    """A negative number for a process in another pid namespace: the same one on each of its connections where the
-    kernel numbers pidfds by process (Linux 6.9), one for each connection elsewhere.
+    """A negative number for a process in another pid namespace.
+
+    The same on each of its connections if the kernel numbers pidfds by process (Linux 6.9);
+    otherwise one per connection.
     """
     pidfd = peer_pidfd(sock, 0)
     if pidfd is not None:

@@ -639,8 +639,9 @@ class Reconciler:
 
 
 def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
-    """The checkpoint that a load of this entry reads, with its sample; None where that is not to be told before the
-    load, e.g. of a model that is downloaded first.
+    """The checkpoint that a load of this entry reads, with its sample.
+
+    None if it is unknown before the load, e.g. for a model that is downloaded first.
     """
     try:
         return with_sample(record_checkpoint(**checkpoint_arguments(want.spec.engine, want.role)))

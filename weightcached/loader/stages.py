@@ -44,7 +44,7 @@ from weightcached.wire.messages import LoaderKey
 
 @dataclass(frozen=True)
 class Proven:
-    """A generation that can be attached, and what attaches it."""
+    """A generation that can be attached, and the hooks for that."""
 
     index: TensorIndex
     mapping: SegmentMapping
@@ -84,9 +84,7 @@ class Load:
         self._read_bytes = 0
 
     def run(self) -> None:
-        """Load, pack, prove, deliver, tune. Raises what a stage raises; nothing is delivered by
-        halves.
-        """
+        """Load, pack, prove, deliver, tune. Raises a stage's error; delivers all or nothing."""
         key = self._announce_key()
         self._check_memory()
         model, read = self._load_weights(key)
@@ -204,7 +202,7 @@ class Load:
     def _prove(
         self, key: WeightCacheKey, packed: pack.Packed, loaded: proof.ModelSlots, undo: ExitStack
     ) -> Proven:
-        """Attach what was packed, as an engine would. The mapping is closed by `undo`."""
+        """Attach the packed generation, as an engine would. The mapping is closed by `undo`."""
         self._daemon.phase("proving")
         hooks = PostProcessing(self._model_config, self._device, stage=self._stage)
         with self._built() as bare:

@@ -207,7 +207,7 @@ class KvScratch:
         self._gpu.open(each.address, each.nbytes, failing)
 
     def _scratch_under(self, each: _Range, failing: str) -> list[tuple[int, Allocation]]:
-        """What lies under the range while it is parked, in order, each with its size."""
+        """The allocations under the range while it is parked, in order, with sizes."""
         left, pieces = each.nbytes, []
         for size in self._scratch_bytes:
             count, left = divmod(left, size)

@@ -85,8 +85,8 @@ def warn_of_unseen(log: logging.Logger, version: str) -> None:
 
 
 def imports_of(source: Path) -> Iterator[VllmName]:
-    """The names of vLLM that a source file imports, at its top or inside functions. What is tried
-    first, and what is imported instead where that is not there, are one name at several places.
+    """The names of vLLM that a source file imports, at its top or inside functions. An import that
+    is tried, and its replacement after an ImportError, are one name at several places.
     """
     tree = ast.parse(source.read_text(encoding="utf-8"))
     instead: dict[str, list[str]] = {}
@@ -125,8 +125,9 @@ def needs() -> list[VllmName]:
 
 
 def find(where: str) -> Any:
-    """What is at MODULE:ATTRIBUTE.PATH, the first that is there of several. Raises ImportError,
-    AttributeError.
+    """The object at MODULE:ATTRIBUTE.PATH; of several, the first that exists.
+
+    Raises ImportError, AttributeError.
     """
     first, _, others = where.partition(" or ")
     try:

@@ -10,10 +10,10 @@ import msgspec
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine is started with. `directory` is its own, in the service's; `listen` is the
-    public address as the manifest has it. `parked`: another engine serves, so start without the
-    memory of a KV cache where that can be done. kv_cache_bytes: what an equal engine measured, 0
-    if unknown. `remembered` are facts of the last first start with the same arguments.
+    """The job of one engine. `directory` is its own, in the service's; `listen` is the public
+    address as the manifest has it. `parked`: another engine serves, so start without the memory of
+    a KV cache if possible. kv_cache_bytes: what an equal engine measured, 0 if unknown.
+    `remembered` are facts of the last first start with the same arguments.
     """
 
     service: str

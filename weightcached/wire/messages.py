@@ -36,8 +36,9 @@ class Message(msgspec.Struct, tag=True, tag_field="type", frozen=True, kw_only=T
 
 
 class Hello(Message, frozen=True):
-    """First message of every connection. label: what the peer is, for people, where its pid cannot be
-    seen; nothing is decided by it.
+    """First message of every connection.
+
+    label: the peer's own name, for people, if its pid cannot be seen; nothing depends on it.
     """
 
     protocol: int
