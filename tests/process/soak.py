@@ -303,7 +303,7 @@ class Soak:
             self.daemon.socket.unlink()
         else:
             remove_tree(self.daemon.runtime)
-        until(self.daemon.socket.exists, "the socket is made again")
+        until(lambda: self.daemon.answer() is not None, "the socket is made again")
 
     def freeze(self) -> None:
         self.daemon.signal(signal.SIGSTOP)
@@ -336,9 +336,10 @@ class Soak:
         stored = cache.segments + 1 if self.served else 0
         assert daemon.manager
         manager = daemon.manager
+        # Beside the note of what was released.
         until(
-            lambda: len(manager.stored) == stored,
-            f"{stored} descriptors are stored, {len(manager.stored)}",
+            lambda: sum("aside" not in name for name in manager.stored) == stored,
+            f"{stored} descriptors are stored, {list(manager.stored)}",
         )
         until(
             lambda: sum("memfd" in t for t in daemon.descriptors()) == stored,

@@ -480,6 +480,7 @@ def test_unix_socket(make: Make, short_tmp: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_random_kills(make: Make) -> None:
     """Kill any process in any state: clients are never refused, and nothing is left over.
 

@@ -162,7 +162,7 @@ def test_socket_that_is_removed_is_made_again_without_a_watchdog(
     daemon: DaemonProcess, checkpoint: Path
 ) -> None:
     daemon.socket.unlink()
-    until(daemon.socket.exists, "the daemon has noticed")
+    until(lambda: daemon.answer() is not None, "the daemon has noticed")
     attaches(daemon, key_of({"model": str(checkpoint)}))
 
 

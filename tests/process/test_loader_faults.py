@@ -180,7 +180,7 @@ def test_cache_is_ready_once_tuning_is_over(
     make_daemon: Launcher, checkpoint: Path, gate: Path
 ) -> None:
     daemon = make_daemon([model("tiny", checkpoint, x_tuning=str(gate))]).launch()
-    until(daemon.socket.exists, "the socket")
+    until(lambda: daemon.answer() is not None, "it serves peers")
     daemon.until(lambda status: [cache.phase for cache in status.caches] == ["tuning"], "tuning")
     assert daemon.status().caches[0].state == "loading"
     gate.write_bytes(b"")

@@ -199,6 +199,7 @@ def test_no_room_is_said_with_the_bound(machine: Machine) -> None:
     assert list(machine.snapshots.glob("*/*/*")) == []
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_costs_nothing_that_is_served(machine: Machine) -> None:
     machine.start()
     for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2):
@@ -223,6 +224,7 @@ def test_the_oldest_of_a_cache_go(machine: Machine) -> None:
     assert not first.exists()
 
 
+@pytest.mark.slow
 def test_as_many_as_the_manifest_keeps_stay(machine: Machine) -> None:
     machine.manifest(keys={"dir": str(machine.snapshots), "keep": 2})
     machine.start()

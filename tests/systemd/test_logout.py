@@ -323,6 +323,7 @@ def test_engine_that_is_a_system_service_keeps_its_weights_through_the_logout(si
     assert site.holders() == set()
 
 
+@pytest.mark.slow
 def test_doctor_tells_a_shell_outside_of_any_session_what_is_missing_and_its_commands_mend_it(
     site: Site,
 ) -> None:
