@@ -26,6 +26,8 @@ from weightcached.vllm_compat import replay
 
 _HOOK = "process_weights_after_loading"
 _SUPPORTS = "supports_pre_processed_weights"
+# Weights that vLLM packs on the CPU have at most so many bytes.
+_PACKED_NBYTES = 1 << 20
 
 
 class Hook(NamedTuple):
@@ -125,6 +127,7 @@ class PostProcessing:
 
         with set_default_torch_dtype(self._model_config.dtype):
             if self._stage == "loaded":
+                _give_memory(model)
                 process_weights_after_loading(model, self._model_config, self._device)
                 return
             failures: list[HookFailure] = []
@@ -136,6 +139,17 @@ class PostProcessing:
                 process_weights_after_loading(model, self._model_config, self._device)
         if failures:
             raise HooksFailedError(failures)
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Make contiguous the small weights that a draft will take from its target (draft_sharing.py).
+
+    On processors with AMX, vLLM packs small weights, and that refuses a tensor over one element.
+    Larger ones stay as they are: the memory would be a gigabyte and more, and nobody reads it.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim and not any(parameter.stride()) and parameter.nbytes <= _PACKED_NBYTES:
+            parameter.data = parameter.data.contiguous()
 
 
 def _match_plans(model: nn.Module, plans: Sequence[ModulePlan]) -> list[tuple[Hook, PlanName]]:
