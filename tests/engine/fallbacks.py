@@ -390,18 +390,25 @@ def asked_for_digest(process: Process, question: dict[str, Any]) -> dict[str, An
 
 @contextlib.contextmanager
 def mapping_is_told(process: Process) -> Iterator[None]:
-    """Nothing is built: only the plug-in's decision matters."""
+    """Nothing is built: only the plug-in's decision matters, which ranks make together."""
     from weightcache_loader.ipc_loader import IpcModelLoader
 
-    def map_model(
+    def build(
         self: Any, vllm_config: Any, model_config: Any, prefix: str, attachment: Any
-    ) -> nn.Module:
+    ) -> tuple[nn.Module, None, object]:
         mapped = nn.Identity()
         mapped.generation = attachment.ready.generation
-        attachment.close()
-        return mapped
+        return mapped, None, object()
 
-    with mock.patch.object(IpcModelLoader, "_map_model", map_model):
+    def keep(
+        self: Any, vllm_config: Any, model_config: Any, model: Any, attachment: Any, *memory: Any
+    ) -> None:
+        attachment.close()
+
+    with (
+        mock.patch.object(IpcModelLoader, "_build", build),
+        mock.patch.object(IpcModelLoader, "_keep", keep),
+    ):
         yield
 
 
