@@ -222,11 +222,7 @@ def _kill_member(pid: int, session: int) -> None:
 def environment_of(
     program: str, device: str | None = None, env: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The environment of a child. With `device`, the child sees no other device.
-
-    The working directory may have a directory named vllm: PYTHONSAFEPATH keeps the child, and its
-    own children, from importing that. -P would not reach its children.
-    """
+    """The environment of a child. With `device`, the child sees no other device."""
     visible = device is not None and not is_host_device(device)
     own = {"CUDA_VISIBLE_DEVICES": device} if visible and device else {}
-    return environment_for(program, {"PYTHONSAFEPATH": "1"} | dict(env or {}) | own)
+    return environment_for(program, dict(env or {}) | own)

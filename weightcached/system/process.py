@@ -134,10 +134,12 @@ def environment_for(program: str, extra: Mapping[str, str] | None = None) -> dic
     with the program's directory in PATH.
 
     Without ninja, vLLM does not use FlashInfer's kernels. ninja is usually installed beside the
-    interpreter, in a directory that a service manager does not search.
+    interpreter, in a directory that a service manager does not search. The working directory may
+    have a directory named vllm: PYTHONSAFEPATH keeps the child, and its own children, from importing
+    that. -P would not reach its children.
     """
     found = {name: value for name, value in os.environ.items() if name not in FOR_THIS_PROCESS}
     directory, searched = os.path.dirname(program), found.get("PATH", os.defpath)
     if os.path.isabs(directory) and directory not in searched.split(os.pathsep):
         found["PATH"] = f"{directory}{os.pathsep}{searched}"
-    return found | dict(extra or {})
+    return found | {"PYTHONSAFEPATH": "1"} | dict(extra or {})
