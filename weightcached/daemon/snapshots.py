@@ -93,7 +93,7 @@ class Snapshots:
 
     def restorer(self, path: Path, python: str | None) -> list[str]:
         """The command that brings a snapshot back, in place of the loader."""
-        return [python or sys.executable, "-P", "-m", "weightcached.snapshot.restorer", str(path)]
+        return [python or sys.executable, "-m", "weightcached.snapshot.restorer", str(path)]
 
     def write_later(self, generation: Generation, python: str | None) -> None:
         """Have the generation written, after those before it, unless it is there already."""
@@ -134,7 +134,7 @@ class Snapshots:
             # Loaded although it was there: then it was no good.
             replace=generation.source == "loaded",
         )
-        command = [python or sys.executable, "-P", "-m", "weightcached.snapshot.writer"]
+        command = [python or sys.executable, "-m", "weightcached.snapshot.writer"]
         async with self._one_at_a_time:
             self._note(generation, "writing")
             error = await self._run(command, name, job)

@@ -115,8 +115,7 @@ def _difference(then: dict[str, str], now: dict[str, str]) -> str:
 
 async def installed_versions(python: str) -> Versions | None:
     """The answer of weightcached.system.versions in that interpreter; None without one."""
-    # -P: no modules of the working directory.
-    command = [python, "-P", "-m", "weightcached.system.versions"]
+    command = [python, "-m", "weightcached.system.versions"]
     with contextlib.suppress(OSError, TimeoutError, msgspec.DecodeError):
         async with (
             asyncio.timeout(_VERSIONS_TIMEOUT_S),

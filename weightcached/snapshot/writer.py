@@ -90,17 +90,16 @@ def run(job: WriterJob) -> Path:
     fetched = fetch_generation(
         job.device, job.cache, for_what="written to a snapshot", socket_dir=Path(job.socket_dir)
     )
-    index = fetched.index
-    if index.generation != job.generation:
-        raise SnapshotError(
-            f"{job.cache} serves generation {index.generation} by now, not {job.generation}"
-        )
-    path = directory / name_of(index)
-    if job.replace or not _is_whole(path):
-        shutil.rmtree(path, ignore_errors=True)
     with ExitStack() as undo:
         undo.callback(close_all, fetched.fds)
-        if not path.exists():
+        index = fetched.index
+        if index.generation != job.generation:
+            raise SnapshotError(
+                f"{job.cache} serves generation {index.generation} by now, not {job.generation}"
+            )
+        path = directory / name_of(index)
+        if job.replace or not _is_whole(path):
+            shutil.rmtree(path, ignore_errors=True)
             # Before anything is written: older ones make room for it.
             _make_room(root, directory, index.nbytes, job)
             sizes = [segment.nbytes for segment in index.segments]
