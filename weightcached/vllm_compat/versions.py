@@ -50,9 +50,12 @@ REACHED = (
     VllmName("solo_rank", f"{_GROUPS}:init_model_parallel_group"),
     VllmName("solo_rank", f"{_GROUPS}:_node_count"),
 )
-# Optional: imported only if vLLM's own options ask for it, or in another place in other releases.
+# Optional: imported only if vLLM's own options ask for it, in another place in other releases, or
+# not needed in a release that lacks it.
 OPTIONAL = frozenset(
     {
+        "vllm.device_allocator:alloc_conf",
+        "vllm.model_executor.model_loader.utils:get_draft_load_config",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         "vllm.entrypoints.common.cli_args:make_arg_parser",
         "vllm.entrypoints.common.cli_args:validate_parsed_serve_args",
