@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Tests that ran, by release.
+# Tests that ran, by release; docs/compatibility.md has the results.
 SEEN = {
-    "0.32": "CPU build 0.32.0: tests/engine",
+    "0.30": "CPU build 0.30.0: make matrix",
+    "0.31": "CPU build 0.31.0: make matrix",
+    "0.32": "CPU build 0.32.0: tests/engine, make matrix",
     "0.33": "CUDA build 0.33.0: tests/gpu, bench",
 }
 
@@ -83,7 +85,7 @@ def warn_of_unseen(log: logging.Logger, version: str) -> None:
         "weightcached was not tried with vLLM %s, only with %s; if the cache is not used, "
         "'python -m weightcached.vllm_compat.versions' lists the names that this vLLM lacks",
         version,
-        " and ".join(SEEN),
+        ", ".join(SEEN),
     )
 
 
