@@ -254,8 +254,8 @@ def test_refused_model_is_explained_by_the_path_of_its_first_difference(socket: 
         "state": "failed",
         "error": REFUSAL,
         "refused_at": WORKSPACE,
-            "snapshot": "",
-            "snapshot_use": "",
+        "snapshot": "",
+        "snapshot_use": "",
     }
 
 
