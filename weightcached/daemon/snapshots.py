@@ -51,6 +51,8 @@ class Snapshots:
         self._socket_dir = socket_dir
         self.spec: SnapshotSpec | None = None
         self._writing: dict[str, _Writing] = {}
+        # All of them, also those whose writer is being ended.
+        self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
 
     async def find(self, want: Wanted, why_stale: WhyStale) -> Path | None:
@@ -102,6 +104,8 @@ class Snapshots:
         if self.spec is None or (begun and begun.generation is generation):
             return
         task = asyncio.create_task(self._write(generation, python, self.spec))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         self._writing[name] = _Writing(generation, task)
 
     def stop_writing(self, generation: Generation) -> None:
@@ -118,7 +122,7 @@ class Snapshots:
 
     async def close(self) -> None:
         """End the writer. The next one removes its unfinished files."""
-        await end_tasks(*(begun.task for begun in self._writing.values()))
+        await end_tasks(*self._tasks)
         self._writing.clear()
 
     async def _write(self, generation: Generation, python: str | None, spec: SnapshotSpec) -> None:
