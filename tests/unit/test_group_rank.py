@@ -32,7 +32,7 @@ def peers(
     timeout_s: int = 20,
     nodes: int = 1,
     host: str = "127.0.0.1",
-    waiting: Callable[[], None] = lambda: None,
+    waiting: Callable[[], Any] = lambda: None,
 ) -> Peers:
     """One of two ranks, on one node or each on its own."""
     engine: dict[str, Any] = {"model": "m", "tensor_parallel_size": 2}
@@ -83,7 +83,7 @@ def test_rank_0_stays_until_a_slow_rank_has_seen_that_all_were_there(port: int) 
 
     def part(rank: int) -> bool:
         # Rank 1 comes first, and is held up before it looks again for rank 0.
-        rank_of_world = peers(rank, port, waiting=looks_again.wait if rank else lambda: None)
+        rank_of_world = peers(rank, port, waiting=lambda: rank and looks_again.wait())
         if rank == 0:
             while not rank_of_world.store.check(["loaded/1"]):
                 time.sleep(0.01)
