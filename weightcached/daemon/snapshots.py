@@ -70,7 +70,7 @@ class Snapshots:
         The log and use() say why each other one is not used. Without `why_stale` none is looked at.
         """
         if self.spec is None:
-            self._uses[want.name] = "not looked for: the manifest has no key snapshots"
+            self._uses.pop(want.name, None)
             return None
         if why_stale is None:
             self._uses[want.name] = "not looked for: 'reload --force' always loads"
@@ -96,7 +96,10 @@ class Snapshots:
         self._uses[cache] = f"{earlier}not used: {path}: {reason}"[:_MAX_USE_CHARS]
 
     def use(self, cache: str) -> str:
-        """Whether the cache's last load by this daemon used a snapshot, and why not; for people."""
+        """Whether the cache's last load by this daemon used a snapshot, and why not; for people.
+
+        "" without the manifest's key, or if this daemon loaded nothing.
+        """
         return self._uses.get(cache, "")
 
     async def _find_misfit(self, path: Path, want: Wanted, why_stale: WhyStale) -> str:
