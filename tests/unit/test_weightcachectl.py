@@ -113,6 +113,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "retry_at": None,
                         "warning": "",
                         "snapshot": "",
+                        "rolled_back_at": None,
                         "engines": [
                             {
                                 "pid": 4242,

@@ -38,9 +38,15 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.retries import Retries
+from weightcached.daemon.rollbacks import HELD, Before
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
-from weightcached.errors import ManifestError, UnknownCacheError, WeightcachedError
+from weightcached.errors import (
+    ManifestError,
+    SnapshotError,
+    UnknownCacheError,
+    WeightcachedError,
+)
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
@@ -294,6 +300,7 @@ class Reconciler:
         self.manifest_error = ""
         self._snapshots.spec = manifest.snapshots
         wanted = wanted_caches(manifest, self._device)
+        await self._snapshots.rollbacks.read(manifest.snapshots, [want.name for want in wanted])
         if not wanted:
             log.warning("manifest places no model here manifest=%s device=%s", path, self._device)
         return wanted
@@ -321,6 +328,8 @@ class Reconciler:
             if generation is None or generation.spec_digest != want.spec_digest:
                 continue
             if reason := await look.reason(generation, want):
+                if await self._snapshots.rollbacks.holds(generation, want, look.reason):
+                    continue
                 log.info("stale cache=%s reason=%s", want.name, printable(reason, 1000))
                 stale.add(want.name)
         return stale
@@ -330,7 +339,13 @@ class Reconciler:
         cache.identity = want.spec.identity
         # The failure of an earlier reload does not concern the served generation.
         cache.error = ""
-        return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_served_number(cache))
+        rolled_back = cache.generation and self._snapshots.rollbacks.at(cache.generation)
+        return CacheOutcome(
+            cache=cache.name,
+            outcome="unchanged",
+            generation=_served_number(cache),
+            note=HELD if rolled_back else "",
+        )
 
     def _queue(self, want: Wanted) -> None:
         cache = self._caches.ensure(want.name, want.role)
@@ -379,6 +394,80 @@ class Reconciler:
             generation = cache.generation if cache else None
             if generation is not None and generation.spec_digest == want.spec_digest:
                 self._snapshots.write_later(generation, want.spec.python)
+
+    async def before(self, name: str) -> Before:
+        """The generation to which a rollback would go. Raises UnknownCacheError, SnapshotError."""
+        want, generation = self._served(name)
+        return await self._snapshots.rollbacks.before(want, generation, self._look().other_software)
+
+    def _served(self, name: str) -> tuple[Wanted, Generation]:
+        want, cache = self._wanted.get(name), self._caches.get(name)
+        if want is None or cache is None or cache.generation is None:
+            what = f"its state is {cache.state}" if cache else "there is no such cache"
+            raise UnknownCacheError(f"{printable(name, 300)} is not served: {what}")
+        return want, cache.generation
+
+    async def rollback(self, name: str, snapshot: str) -> list[CacheOutcome]:
+        """Go back to the generation before, whose snapshot has this name.
+
+        The served one stays until that is there, and if it cannot be had. Raises UnknownCacheError,
+        SnapshotError.
+        """
+        async with self._lock:
+            found = await self.before(name)
+            if found.path.name != snapshot:
+                raise SnapshotError(
+                    f"the generation before of {name} is {found.path.name} by now, not {snapshot}"
+                )
+            want, generation = self._served(name)
+            cache = self._caches.ensure(name, want.role)
+            rollbacks, earlier = self._snapshots.rollbacks, self._snapshots.rollbacks.note(name)
+            await rollbacks.begin(want, generation, found.path)
+            began_s = time.monotonic()
+            error = ""
+            load = cache.begin_load()
+            try:
+                async with self._holds.device_for(cache):
+                    delivery = await self._restore(cache, want, load, found.path)
+                await self._publish(cache, replace(delivery, source="restored"))
+                log.info("rolled back cache=%s path=%s", name, found.path)
+            except (LoadFailedError, OSError) as e:
+                error = f"cannot go back to {found.path}: {e}; the served generation stays"
+                log.error("rollback failed cache=%s error=%s", name, error)
+            finally:
+                if cache.load is load:
+                    cache.end_load()
+                    await rollbacks.restore_note(name, earlier)
+                self._caches.changed.fire()
+            return [
+                CacheOutcome(
+                    cache=name,
+                    outcome="failed" if error else "loaded",
+                    generation=_served_number(cache),
+                    seconds=time.monotonic() - began_s,
+                    error=error,
+                )
+            ]
+
+    async def _restore(
+        self, cache: Cache, want: Wanted, load: LoadProgress, path: Path
+    ) -> Delivery:
+        def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
+            advanced = load.advance(phase, done_bytes, total_bytes)
+            if advanced:
+                self._notifier.progress(cache, load)
+            return advanced
+
+        turn = asyncio.Event()
+        turn.set()
+        run = self._loader(
+            self._request(cache, want),
+            on_progress=on_progress,
+            on_key=lambda key: setattr(load, "key", key),
+            turn=turn,
+            command=self._snapshots.restorer(path, want.spec.python),
+        )
+        return await run.run()
 
     async def write_snapshot(self, generation: Generation) -> str:
         """Write the snapshot of a served generation now. Returns why it was not, or "".
@@ -527,6 +616,8 @@ class Reconciler:
             generation.retire()
             raise
         self.retries.settled(cache.name)
+        if generation.source == "loaded":
+            await self._snapshots.rollbacks.end(cache.name)
         old = cache.publish(generation)
         log.info(
             "ready cache=%s generation=%d segments=%d bytes=%d seconds=%.1f",

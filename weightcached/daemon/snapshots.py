@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,22 +19,20 @@ from weightcached.config.wanted import Wanted
 from weightcached.daemon.caches import Generation
 from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
+from weightcached.daemon.rollbacks import HELD, Rollbacks, WhyStale, generation_of
 from weightcached.errors import SnapshotError
 from weightcached.snapshot.files import (
-    Snapshot,
     cache_directory,
     list_snapshots,
     open_snapshot,
 )
 from weightcached.snapshot.writer import WriterJob
-from weightcached.system.fds import OwnedFd
 from weightcached.system.waits import end_tasks
 
 log = logging.getLogger(__name__)
 
 WRITING, WRITTEN = "writing", "written"
 _MAX_USE_CHARS = 4000
-WhyStale = Callable[[Generation, Wanted], Awaitable[str]]
 
 
 @dataclass
@@ -63,6 +60,7 @@ class Snapshots:
         self._one_at_a_time = asyncio.Lock()
         # By cache: what became of the snapshots that its last load could have used.
         self._uses: dict[str, str] = {}
+        self.rollbacks = Rollbacks(device)
 
     async def find(self, want: Wanted, why_stale: WhyStale | None) -> Path | None:
         """The newest snapshot that equals the result of a load of `want` now, or None.
@@ -75,6 +73,9 @@ class Snapshots:
         if why_stale is None:
             self._uses[want.name] = "not looked for: 'reload --force' always loads"
             return None
+        if path := await self.rollbacks.find(want, why_stale):
+            self._uses[want.name] = f"restored from {path}, {HELD}"
+            return path
         directory = cache_directory(self.spec.directory, self._device, want.name)
         self._uses[want.name] = f"none in {directory}"
         for path in await asyncio.to_thread(
@@ -117,7 +118,7 @@ class Snapshots:
         ):
             if getattr(index, field) != wanted:
                 return f"its {field} is {getattr(index, field)}, wanted is {wanted}"
-        return await why_stale(_generation_of(snapshot), want)
+        return await why_stale(generation_of(index), want)
 
     def restorer(self, path: Path, python: str | None) -> list[str]:
         """The command that brings a snapshot back, in place of the loader."""
@@ -128,6 +129,9 @@ class Snapshots:
         name = generation.cache
         begun = self._writing.get(name)
         if self.spec is None or (begun and begun.generation is generation):
+            return
+        if self.rollbacks.at(generation) is not None:
+            # It has its snapshot, under the entry that the manifest had then.
             return
         # Loaded although it was there: then it was no good.
         self._begin(generation, python, self.spec, replace=generation.source == "loaded")
@@ -218,9 +222,3 @@ class Snapshots:
         if status == 0:
             return ""
         return child.last_error_line or f"the writer ended with status {status}"
-
-
-def _generation_of(snapshot: Snapshot) -> Generation:
-    """The snapshot as staleness looks at it. It holds no memory, so it has no descriptors."""
-    no_fd = OwnedFd(-1)
-    return Generation(snapshot.index, snapshot.header.index_digest, no_fd, [], "restored")
