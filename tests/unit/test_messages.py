@@ -25,6 +25,7 @@ from weightcached.wire.messages import (
     Done,
     Drop,
     EngineStatus,
+    Evict,
     Failed,
     Fallback,
     FieldMismatch,
@@ -79,6 +80,7 @@ REQUESTS: list[Message] = [
     Parked(parked=True),
     Reload(caches=["a/target"], force=True),
     Drop(cache="a/target", force=True),
+    Evict(cache="a/target"),
     Verify(cache="a/target"),
     Fallback(reason="key-mismatch"),
 ]
