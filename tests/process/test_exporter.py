@@ -36,6 +36,7 @@ from tests.process.test_preload import launch
 from weightcached.wire.messages import (
     Attach,
     Done,
+    Evict,
     Fallback,
     Mismatch,
     Release,
@@ -182,6 +183,18 @@ def test_health_is_good_while_an_engine_has_a_copy_of_its_own(
         engine.attach(key_of({"model": str(checkpoint)})).close()
         engine.expect(Release(), Done)
     assert exporter().get("/health") == (200, "ready: 0 caches\n")
+
+
+def test_health_is_good_while_models_on_demand_are_not_resident(
+    make_daemon: Launcher, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    entries = [model("tiny", checkpoint), {**model("rare", checkpoint), "resident": "on-demand"}]
+    daemon = make_daemon(entries).start()
+    node = exporter()
+    assert node.get("/health") == (200, "ready: 1 cache\n")
+    samples = node.samples()
+    assert samples["weightcached_cache_state", "cpu0", "rare", "target", "evicted"] == 1
+    assert daemon.status().state == "ready"
 
 
 @pytest.mark.timed
@@ -357,11 +370,20 @@ def test_exporter_ends_in_order_and_knows_two_paths(
 
 
 def test_dashboard_asks_only_for_metrics_that_exist(
-    daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path, exporter: Callable[..., Exporter]
 ) -> None:
+    daemon = make_daemon([])
+    snapshots = {"dir": str(short_tmp / "snapshots")}
+    write_manifest(daemon.manifest, [model("tiny", checkpoint)], snapshots=snapshots)
+    daemon.start()
     node = exporter()
+    daemon.until(lambda status: status.caches[0].snapshot == "written", "a snapshot")
+    with daemon.client("ctl") as tool:
+        tool.expect(Evict(cache="tiny/target"), Done)
     with daemon.client() as engine:
-        engine.attach(key_of({"model": str(checkpoint)})).close()
+        # Restored for the first, there for the second.
+        for _ in range(2):
+            engine.attach(key_of({"model": str(checkpoint)})).close()
     with Client.welcome(daemon.socket) as stranger:
         stranger.ask(Attach(key=key_of({"model": str(checkpoint), "dtype": "float16"})))
         stranger.ask(Fallback(reason="key-mismatch"))
@@ -372,4 +394,4 @@ def test_dashboard_asks_only_for_metrics_that_exist(
     asked = {
         name for expression in expressions for name in re.findall(r"weightcached_\w+", expression)
     }
-    assert asked == known - {"weightcached_attach_seconds_created"}
+    assert asked == {name for name in known if not name.endswith("_created")}
