@@ -55,6 +55,7 @@ from weightcached.wire.messages import (
     Unmap,
     Verify,
     Welcome,
+    WriteSnapshot,
     decode_loader,
     decode_reply,
     decode_request,
@@ -82,6 +83,7 @@ REQUESTS: list[Message] = [
     Drop(cache="a/target", force=True),
     Evict(cache="a/target"),
     Verify(cache="a/target"),
+    WriteSnapshot(cache="a/target"),
     Fallback(reason="key-mismatch"),
 ]
 REPLIES: list[Message] = [

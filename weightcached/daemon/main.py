@@ -39,7 +39,7 @@ from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.residency import Residency
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
-from weightcached.daemon.snapshots import Snapshots
+from weightcached.daemon.snapshots import WRITTEN, Snapshots
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
@@ -436,11 +436,14 @@ class Daemon:
         retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
         status = cache.status(self.leases, retry_at=retry_at)
         kept = self._snapshots.kept(cache.name)
-        outcome = "written" if kept else ""
+        outcome = WRITTEN if kept else ""
         if cache.generation:
             outcome = self._snapshots.outcome(cache.generation)
         return msgspec.structs.replace(
-            status, snapshot=outcome, snapshot_bytes=kept.nbytes if kept else 0
+            status,
+            snapshot=outcome,
+            snapshot_use=self._snapshots.use(cache.name),
+            snapshot_bytes=kept.nbytes if kept else 0,
         )
 
     def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]:

@@ -151,6 +151,15 @@ class Verify(Message, frozen=True):
     cache: Name
 
 
+class WriteSnapshot(Message, frozen=True):
+    """Write a cache's served generation to a snapshot now, unless it is there.
+
+    Progress at least once a second, then Done or Refused. The writing goes on if the client leaves.
+    """
+
+    cache: Name
+
+
 class Fallback(Message, frozen=True):
     """An engine of this device loads from disk; `reason` is the code. Answered by Done."""
 
@@ -336,8 +345,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
     load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
     "writing", "written", the reason why it could not be written, or "" if none is wanted, with
-    `snapshot_bytes` of weights in it. An evicted cache is loaded or restored when an engine asks
-    for it.
+    `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
+    and why not. An evicted cache is loaded or restored when an engine asks for it.
     """
 
     name: Name
@@ -358,6 +367,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     retry_at: float | None = None
     warning: Text = ""
     snapshot: Text = ""
+    snapshot_use: Text = ""
     snapshot_bytes: Count = 0
     resident: Residence = "always"
 
@@ -450,6 +460,7 @@ Request = (
     | Drop
     | Evict
     | Verify
+    | WriteSnapshot
     | Fallback
 )
 Reply = (
