@@ -54,6 +54,7 @@ from weightcached.wire.messages import (
     Unmap,
     Verify,
     Welcome,
+    WriteSnapshot,
     decode_loader,
     decode_reply,
     decode_request,
@@ -80,6 +81,7 @@ REQUESTS: list[Message] = [
     Reload(caches=["a/target"], force=True),
     Drop(cache="a/target", force=True),
     Verify(cache="a/target"),
+    WriteSnapshot(cache="a/target"),
     Fallback(reason="key-mismatch"),
 ]
 REPLIES: list[Message] = [

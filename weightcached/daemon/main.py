@@ -402,7 +402,9 @@ class Daemon:
         retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
         status = cache.status(self.leases, retry_at=retry_at)
         outcome = self._snapshots.outcome(cache.generation) if cache.generation else ""
-        return msgspec.structs.replace(status, snapshot=outcome)
+        return msgspec.structs.replace(
+            status, snapshot=outcome, snapshot_use=self._snapshots.use(cache.name)
+        )
 
     def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]:
         """Free a generation of which process `by` has a copy, as soon as nobody holds it."""

@@ -380,6 +380,14 @@ class Reconciler:
             if generation is not None and generation.spec_digest == want.spec_digest:
                 self._snapshots.write_later(generation, want.spec.python)
 
+    async def write_snapshot(self, generation: Generation) -> str:
+        """Write the snapshot of a served generation now. Returns why it was not, or "".
+
+        Raises SnapshotError without a directory.
+        """
+        want = self._wanted.get(generation.cache)
+        return await self._snapshots.write_now(generation, want.spec.python if want else None)
+
     def _give_up(self, want: Wanted) -> None:
         """A fault of ours ended the round before it was this cache's turn, or in it."""
         cache = self._caches.get(want.name)
@@ -448,18 +456,14 @@ class Reconciler:
             on_key=on_key,
             turn=turn,
         )
-        path = await self._snapshots.find(want, look.reason) if look else None
+        path = await self._snapshots.find(want, look.reason if look else None)
         if path is not None:
             try:
                 restored = run(command=self._snapshots.restorer(path, want.spec.python))
                 return replace(await restored.run(), source="restored")
             except LoadFailedError as e:
-                log.warning(
-                    "snapshot not used, it is loaded cache=%s path=%s reason=%s",
-                    cache.name,
-                    path,
-                    e,
-                )
+                log.warning("a snapshot could not be restored, it is loaded cache=%s", cache.name)
+                self._snapshots.reject(cache.name, path, str(e))
         if want.spec.rendezvous is None or self._peers is None or along:
             return await run().run()
         caller = asyncio.create_task(self._call_peers(self._peers, want, load, turn))

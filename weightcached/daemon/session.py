@@ -24,7 +24,7 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Answer, Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
-from weightcached.errors import ProtocolError
+from weightcached.errors import ProtocolError, SnapshotError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
@@ -60,6 +60,7 @@ from weightcached.wire.messages import (
     Unmap,
     Verify,
     Welcome,
+    WriteSnapshot,
     decode_request,
     encode,
     refusal,
@@ -77,6 +78,7 @@ REPEAT_S = 1.0
 PROGRESS_S = 0.25
 # The load is over, but the old generation is still being freed.
 PUBLISHING = "publishing"
+WRITING_SNAPSHOT = "writing the snapshot"
 _LABEL_CHARS = 200
 _FILES_PER_UNIT = 256
 
@@ -225,16 +227,23 @@ class Session:
                 await self._hold_loads(request)
             case Parked():
                 await self._park(request)
+            case Hello():
+                raise ProtocolError("a second Hello: it is the first message and comes once")
+            case _:
+                await self._answer_tool(request)
+
+    async def _answer_tool(self, request: Request) -> None:
+        match request:
             case Reload():
                 await self._reload(request)
             case Drop():
                 await self._drop(request)
             case Verify():
                 await self._verify(request)
+            case WriteSnapshot():
+                await self._write_snapshot(request)
             case Fallback():
                 await self._count_fallback(request)
-            case Hello():
-                raise ProtocolError("a second Hello: it is the first message and comes once")
 
     # ---- engines
 
@@ -428,6 +437,26 @@ class Session:
             await self._hand_out(cache.generation)
         else:
             await self._send(self._nothing_to_verify(request.cache, cache))
+
+    async def _write_snapshot(self, request: WriteSnapshot) -> None:
+        cache = self._service.caches.get(request.cache)
+        if cache is None or cache.generation is None:
+            name = printable(request.cache, 300)
+            what = f"its state is {cache.state}" if cache else "there is no such cache"
+            await self._send(refusal("unknown-cache", f"{name} is not served: {what}"))
+            return
+        writing = asyncio.create_task(self._service.reconciler.write_snapshot(cache.generation))
+        try:
+            while not writing.done():
+                await self._send(Progress(cache=cache.name, phase=WRITING_SNAPSHOT))
+                await asyncio.wait({writing}, timeout=REPEAT_S)
+            error = writing.result()
+        except SnapshotError as e:
+            error = str(e)
+        finally:
+            # The writer is the daemon's and goes on.
+            await end_tasks(writing)
+        await self._send(Refused(code=SnapshotError.code, message=error) if error else Done())
 
     def _nothing_to_verify(self, name: str, cache: Cache | None) -> Message:
         if cache is None:

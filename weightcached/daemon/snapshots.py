@@ -15,19 +15,26 @@ from pathlib import Path
 
 import msgspec
 
-from weightcached.config.snapshots import SnapshotSpec
+from weightcached.config.snapshots import SnapshotSpec, default_directory
 from weightcached.config.wanted import Wanted
 from weightcached.daemon.caches import Generation
 from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
 from weightcached.errors import SnapshotError
-from weightcached.snapshot.files import Snapshot, list_snapshots, open_snapshot
+from weightcached.snapshot.files import (
+    Snapshot,
+    cache_directory,
+    list_snapshots,
+    open_snapshot,
+)
 from weightcached.snapshot.writer import WriterJob
 from weightcached.system.fds import OwnedFd
 from weightcached.system.waits import end_tasks
 
 log = logging.getLogger(__name__)
 
+WRITING, WRITTEN = "writing", "written"
+_MAX_USE_CHARS = 4000
 WhyStale = Callable[[Generation, Wanted], Awaitable[str]]
 
 
@@ -41,7 +48,7 @@ class _Writing:
 
 
 class Snapshots:
-    """spec: from the manifest; without it nothing is read or written.
+    """spec: from the manifest; without it nothing is read, and written only on request.
 
     socket_dir: directory of the daemon's socket, at which a writer asks for the descriptors.
     """
@@ -51,28 +58,49 @@ class Snapshots:
         self._socket_dir = socket_dir
         self.spec: SnapshotSpec | None = None
         self._writing: dict[str, _Writing] = {}
+        # All of them, also those whose writer is being ended.
+        self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
+        # By cache: what became of the snapshots that its last load could have used.
+        self._uses: dict[str, str] = {}
 
-    async def find(self, want: Wanted, why_stale: WhyStale) -> Path | None:
+    async def find(self, want: Wanted, why_stale: WhyStale | None) -> Path | None:
         """The newest snapshot that equals the result of a load of `want` now, or None.
 
-        The log says why each other one is not used.
+        The log and use() say why each other one is not used. Without `why_stale` none is looked at.
         """
         if self.spec is None:
+            self._uses.pop(want.name, None)
             return None
+        if why_stale is None:
+            self._uses[want.name] = "not looked for: 'reload --force' always loads"
+            return None
+        directory = cache_directory(self.spec.directory, self._device, want.name)
+        self._uses[want.name] = f"none in {directory}"
         for path in await asyncio.to_thread(
             list_snapshots, self.spec.directory, self._device, want.name
         ):
             reason = await self._find_misfit(path, want, why_stale)
             if not reason:
+                self._uses[want.name] = f"restored from {path}"
                 return path
-            log.info(
-                "snapshot not used cache=%s path=%s reason=%s",
-                want.name,
-                path,
-                printable(reason, 1000),
-            )
+            self.reject(want.name, path, reason)
         return None
+
+    def reject(self, cache: str, path: Path, reason: str) -> None:
+        """A snapshot is not used."""
+        reason = printable(reason, 1000)
+        log.info("snapshot not used cache=%s path=%s reason=%s", cache, path, reason)
+        before = self._uses.get(cache, "")
+        earlier = f"{before}; " if before.startswith("not used") else ""
+        self._uses[cache] = f"{earlier}not used: {path}: {reason}"[:_MAX_USE_CHARS]
+
+    def use(self, cache: str) -> str:
+        """Whether the cache's last load by this daemon used a snapshot, and why not; for people.
+
+        "" without the manifest's key, or if this daemon loaded nothing.
+        """
+        return self._uses.get(cache, "")
 
     async def _find_misfit(self, path: Path, want: Wanted, why_stale: WhyStale) -> str:
         try:
@@ -101,8 +129,35 @@ class Snapshots:
         begun = self._writing.get(name)
         if self.spec is None or (begun and begun.generation is generation):
             return
-        task = asyncio.create_task(self._write(generation, python, self.spec))
-        self._writing[name] = _Writing(generation, task)
+        # Loaded although it was there: then it was no good.
+        self._begin(generation, python, self.spec, replace=generation.source == "loaded")
+
+    async def write_now(self, generation: Generation, python: str | None) -> str:
+        """Have it written, also without the manifest's key; returns why it was not, or "".
+
+        Raises SnapshotError without a directory.
+        """
+        begun = self._writing.get(generation.cache)
+        mine = begun is not None and begun.generation is generation
+        if begun is None or not mine or begun.task.done():
+            spec = self.spec or SnapshotSpec(directory=default_directory())
+            again = self.spec is not None and generation.source == "loaded"
+            written = mine and begun is not None and begun.outcome == WRITTEN
+            begun = self._begin(generation, python, spec, replace=again and not written)
+        # Not to be ended with whoever waits for it.
+        await asyncio.wait({begun.task})
+        if begun.task.cancelled():
+            return f"generation {generation.number} of {generation.cache} is not served any more"
+        return "" if begun.outcome == WRITTEN else begun.outcome
+
+    def _begin(
+        self, generation: Generation, python: str | None, spec: SnapshotSpec, *, replace: bool
+    ) -> _Writing:
+        task = asyncio.create_task(self._write(generation, python, spec, replace=replace))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        begun = self._writing[generation.cache] = _Writing(generation, task)
+        return begun
 
     def stop_writing(self, generation: Generation) -> None:
         """The generation is served no longer."""
@@ -118,10 +173,12 @@ class Snapshots:
 
     async def close(self) -> None:
         """End the writer. The next one removes its unfinished files."""
-        await end_tasks(*(begun.task for begun in self._writing.values()))
+        await end_tasks(*self._tasks)
         self._writing.clear()
 
-    async def _write(self, generation: Generation, python: str | None, spec: SnapshotSpec) -> None:
+    async def _write(
+        self, generation: Generation, python: str | None, spec: SnapshotSpec, *, replace: bool
+    ) -> None:
         name = generation.cache
         job = WriterJob(
             root=str(spec.directory),
@@ -131,14 +188,13 @@ class Snapshots:
             socket_dir=str(self._socket_dir),
             keep=spec.keep,
             max_bytes=spec.max_bytes,
-            # Loaded although it was there: then it was no good.
-            replace=generation.source == "loaded",
+            replace=replace,
         )
         command = [python or sys.executable, "-m", "weightcached.snapshot.writer"]
         async with self._one_at_a_time:
-            self._note(generation, "writing")
+            self._note(generation, WRITING)
             error = await self._run(command, name, job)
-        self._note(generation, error or "written")
+        self._note(generation, error or WRITTEN)
         if error:
             log.warning("no snapshot cache=%s generation=%d error=%s", name, job.generation, error)
         else:

@@ -141,6 +141,15 @@ class Verify(Message, frozen=True):
     cache: Name
 
 
+class WriteSnapshot(Message, frozen=True):
+    """Write a cache's served generation to a snapshot now, unless it is there.
+
+    Progress at least once a second, then Done or Refused. The writing goes on if the client leaves.
+    """
+
+    cache: Name
+
+
 class Fallback(Message, frozen=True):
     """An engine of this device loads from disk; `reason` is the code. Answered by Done."""
 
@@ -326,6 +335,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
     load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
     "writing", "written", the reason why it could not be written, or "" if none is wanted.
+    `snapshot_use` says whether the last load used a snapshot, and why not.
     """
 
     name: Name
@@ -346,6 +356,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     retry_at: float | None = None
     warning: Text = ""
     snapshot: Text = ""
+    snapshot_use: Text = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -425,6 +436,7 @@ Request = (
     | Reload
     | Drop
     | Verify
+    | WriteSnapshot
     | Fallback
 )
 Reply = (
