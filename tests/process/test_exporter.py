@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from tests.fakes.daemon import (
     ManagerSocket,
     environment,
     model,
+    until,
     write_manifest,
 )
 from tests.process.test_preload import Launcher as PreloadLauncher
@@ -360,11 +362,26 @@ def test_preload_with_a_port_in_use_ends_with_the_exporters_status(
     )
 
 
-def test_exporter_ends_in_order_and_knows_two_paths(
+def test_page_shows_what_a_real_daemon_serves_and_then_that_it_is_gone(
+    make_daemon: Launcher, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    bad = model("bad", checkpoint, x_fault="refuse-in-packing")
+    daemon = make_daemon([model("good", checkpoint), bad]).start()
+    node = exporter()
+    status, text = node.get("/")
+    assert status == 200
+    (error,) = [cache.error for cache in daemon.status().caches if cache.name == "bad/target"]
+    for shown in ("good/target", "3.0 MiB", f"daemon pid {daemon.pid}", " ".join(error.split())):
+        assert html.escape(shown, quote=False) in text, shown
+    daemon.stop()
+    until(lambda: "no weightcached daemon listens on" in node.get("/")[1], "the page says so")
+
+
+def test_exporter_ends_in_order_and_knows_three_paths(
     daemon: DaemonProcess, exporter: Callable[..., Exporter]
 ) -> None:
     node = exporter()
-    assert node.get("/") == (404, "unknown path: try /health or /metrics\n")
+    assert node.get("/x") == (404, "unknown path: try /, /health or /metrics\n")
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(BOUND_S) == 0
 
