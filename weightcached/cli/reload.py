@@ -1,4 +1,4 @@
-"""`weightcachectl reload`, `rollback` and `drop`: ask all daemons at once, report cache by cache."""
+"""`weightcachectl reload`, `rollback`, `drop` and `evict`: ask all daemons at once, report by cache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from weightcached.wire.messages import (
     CacheOutcome,
     Done,
     Drop,
+    Evict,
     Loading,
     Message,
     Progress,
@@ -110,6 +111,8 @@ def outcome_text(device: str, outcome: CacheOutcome) -> str:
         return f"{what}: {outcome.error}"
     if outcome.outcome == "dropped":
         return what
+    if not outcome.generation:
+        return f"{device} {outcome.cache}: on demand, loaded when an engine asks for it"
     took = f" in {seconds_text(outcome.seconds)}" if outcome.outcome == "loaded" else ""
     note = f"; {outcome.note}" if outcome.note else ""
     return f"{what}, generation {outcome.generation}{took}{note}"
@@ -152,7 +155,7 @@ def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]
     return found
 
 
-def drop(device: str, cache: str, *, force: bool) -> None:
+def free(device: str, request: Drop | Evict) -> None:
     """Free one cache. Raises WeightcachedError, also if the daemon refuses."""
     with connect(device) as connection:
-        ask(connection, Drop(cache=cache, force=force), Done, ANSWER_TIMEOUT_S)
+        ask(connection, request, Done, ANSWER_TIMEOUT_S)
