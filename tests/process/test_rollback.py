@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.checkpoints import WEIGHTS, key_of, write_checkpoint
-from tests.fakes.daemon import DaemonProcess, until
+from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.process.conftest import Engine
 from tests.process.test_snapshots import Machine
 
@@ -177,6 +177,42 @@ def test_a_second_rollback_goes_further_back_or_says_that_there_is_none(two: Two
         f"{two.snapshots}/cpu0/tiny.target is older; snapshots: keep is 2, keep: 2 keeps more"
     ) in done.stderr
     assert two.is_served(two.old)
+
+
+def test_without_room_for_both_the_served_one_goes_first_and_comes_back_if_need_be(
+    two: Two,
+) -> None:
+    entry = model("tiny", two.new, x_spawns=str(two.spawns))
+    spec = {"dir": str(two.snapshots), "keep": 2}
+    write_manifest(two.daemon.manifest, [entry], snapshots=spec, budget=4 << 20)
+    two.reload()
+    (old,) = two.kept() - {newest(two).name}
+    data = two.snapshots / "cpu0" / "tiny.target" / old / "data"
+    good = data.read_bytes()
+    data.write_bytes(b"x" * len(good))
+    assert two.call("rollback", "tiny").returncode == 1
+    assert two.is_served(two.new)
+    data.write_bytes(good)
+    assert two.call("rollback", "tiny").returncode == 0
+    assert two.is_served(two.old)
+    assert two.loads == 2
+
+
+def test_without_room_beside_an_engine_it_is_refused_by_name(
+    two: Two, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(two.daemon, two.new)
+    engine.attached()
+    entry = model("tiny", two.new, x_spawns=str(two.spawns))
+    spec = {"dir": str(two.snapshots), "keep": 2}
+    write_manifest(two.daemon.manifest, [entry], snapshots=spec, budget=4 << 20)
+    two.reload()
+    done = two.call("rollback", "tiny")
+    assert done.returncode == 1
+    assert "no room for tiny/target: it needs 3.0 MiB, the budget of cpu0 is 4.0 MiB" in done.stdout
+    assert f"mapped by pid {engine.process.pid}" in done.stdout
+    assert two.is_served(two.new)
+    assert (two.cache.state, two.cache.rolled_back_at) == ("ready", None)
 
 
 def test_what_is_not_served_cannot_go_back(two: Two) -> None:
