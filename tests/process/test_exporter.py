@@ -37,6 +37,7 @@ from tests.process.test_preload import launch
 from weightcached.wire.messages import (
     Attach,
     Done,
+    Evict,
     Fallback,
     Mismatch,
     Release,
@@ -183,6 +184,18 @@ def test_health_is_good_while_an_engine_has_a_copy_of_its_own(
         engine.attach(key_of({"model": str(checkpoint)})).close()
         engine.expect(Release(), Done)
     assert exporter().get("/health") == (200, "ready: 0 caches\n")
+
+
+def test_health_is_good_while_models_on_demand_are_not_resident(
+    make_daemon: Launcher, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    entries = [model("tiny", checkpoint), {**model("rare", checkpoint), "resident": "on-demand"}]
+    daemon = make_daemon(entries).start()
+    node = exporter()
+    assert node.get("/health") == (200, "ready: 1 cache\n")
+    samples = node.samples()
+    assert samples["weightcached_cache_state", "cpu0", "rare", "target", "evicted"] == 1
+    assert daemon.status().state == "ready"
 
 
 @pytest.mark.timed
@@ -370,6 +383,28 @@ def test_exporter_ends_in_order_and_knows_three_paths(
     assert node.get("/x") == (404, "unknown path: try /, /health or /metrics\n")
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(BOUND_S) == 0
+
+
+def test_metrics_count_hits_evictions_and_restores(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path, exporter: Callable[..., Exporter]
+) -> None:
+    daemon = make_daemon([])
+    snapshots = {"dir": str(short_tmp / "snapshots")}
+    write_manifest(daemon.manifest, [model("tiny", checkpoint)], snapshots=snapshots)
+    daemon.start()
+    node = exporter()
+    daemon.until(lambda status: status.caches[0].snapshot == "written", "a snapshot")
+    with daemon.client("ctl") as tool:
+        tool.expect(Evict(cache="tiny/target"), Done)
+    with daemon.client() as engine:
+        # Restored for the first, there for the second.
+        for _ in range(2):
+            engine.attach(key_of({"model": str(checkpoint)})).close()
+    samples = node.samples()
+    tiny = ("cpu0", "tiny", "target")
+    assert samples["weightcached_evictions_total", *tiny] == 1
+    assert samples["weightcached_restore_seconds_count", *tiny] == 1
+    assert samples["weightcached_attach_hits_total", *tiny] == 1
 
 
 def test_dashboard_asks_for_every_metric_and_for_no_other(

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weightcached.cli.status import Answers
     from weightcached.cli.units import Verb
     from weightcached.system.units import Outcome
+    from weightcached.wire.messages import Drop, Evict
 
 WATCH_PERIOD_S = 1.0
 # A daemon's refusal if it has none of the named caches.
@@ -305,6 +306,30 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     'weightcachectl reload' brings it back.
     Exit status: 0 freed, 1 refused or no such cache, 3 no daemon answered.
     """
+    from weightcached.wire.messages import Drop
+
+    _free(devices, cache, lambda name: Drop(cache=name, force=force), "dropped")
+
+
+@main.command()
+@_socket_dir
+@click.argument("cache", metavar="CACHE")
+@_on_devices
+def evict(cache: str, devices: Sequence[str]) -> None:
+    """Free CACHE until an engine asks for it.
+
+    CACHE is a model's name or MODEL/ROLE. It comes back from its snapshot, or is loaded again.
+    Refuses while an engine maps it. Exit status: 0 freed, 1 refused or no such cache, 3 no daemon
+    answered.
+    """
+    from weightcached.wire.messages import Evict
+
+    _free(devices, cache, lambda name: Evict(cache=name), "evicted")
+
+
+def _free(
+    devices: Sequence[str], cache: str, request: Callable[[str], Drop | Evict], done: str
+) -> NoReturn:
     from weightcached.cli import reload
 
     answers = _ask(devices)
@@ -313,8 +338,8 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     failed = False
     for device, name in reload.holders(answers.replies, cache):
         try:
-            reload.drop(device, name, force=force)
-            click.echo(f"{device} {name}: dropped")
+            reload.free(device, request(name))
+            click.echo(f"{device} {name}: {done}")
         except WeightcachedError as e:
             complain(f"{device} {name}: {e}")
             failed = True

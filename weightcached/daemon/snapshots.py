@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +23,7 @@ from weightcached.daemon.caches import Generation
 from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
 from weightcached.errors import SnapshotError
+from weightcached.index.key import WeightCacheKey
 from weightcached.snapshot.files import (
     Snapshot,
     cache_directory,
@@ -40,11 +43,20 @@ WhyStale = Callable[[Generation, Wanted], Awaitable[str]]
 
 @dataclass
 class _Writing:
-    """A snapshot that waits to be written, is written, or was."""
+    """A snapshot that waits to be written, is written, or was. task: None if it was there."""
 
     generation: Generation
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] | None
     outcome: str = ""
+    path: Path | None = None
+
+
+class Kept(NamedTuple):
+    """A cache's snapshot, as last seen."""
+
+    path: Path
+    nbytes: int
+    key: WeightCacheKey
 
 
 class Snapshots:
@@ -61,6 +73,7 @@ class Snapshots:
         # All of them, also those whose writer is being ended.
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
+        self._kept: dict[str, Kept] = {}
         # By cache: what became of the snapshots that its last load could have used.
         self._uses: dict[str, str] = {}
 
@@ -69,6 +82,7 @@ class Snapshots:
 
         The log and use() say why each other one is not used. Without `why_stale` none is looked at.
         """
+        self._kept.pop(want.name, None)
         if self.spec is None:
             self._uses.pop(want.name, None)
             return None
@@ -117,7 +131,19 @@ class Snapshots:
         ):
             if getattr(index, field) != wanted:
                 return f"its {field} is {getattr(index, field)}, wanted is {wanted}"
-        return await why_stale(_generation_of(snapshot), want)
+        reason = await why_stale(_generation_of(snapshot), want)
+        if not reason:
+            self._kept[want.name] = Kept(path, index.nbytes, index.key)
+        return reason
+
+    def kept(self, name: str) -> Kept | None:
+        """The cache's snapshot that was written or found last."""
+        return self._kept.get(name)
+
+    def path_of(self, generation: Generation) -> Path | None:
+        """The complete snapshot of a served generation."""
+        begun = self._writing.get(generation.cache)
+        return begun.path if begun and begun.generation is generation else None
 
     def restorer(self, path: Path, python: str | None) -> list[str]:
         """The command that brings a snapshot back, in place of the loader."""
@@ -139,11 +165,12 @@ class Snapshots:
         """
         begun = self._writing.get(generation.cache)
         mine = begun is not None and begun.generation is generation
-        if begun is None or not mine or begun.task.done():
+        if begun is None or not mine or begun.task is None or begun.task.done():
             spec = self.spec or SnapshotSpec(directory=default_directory())
             again = self.spec is not None and generation.source == "loaded"
             written = mine and begun is not None and begun.outcome == WRITTEN
             begun = self._begin(generation, python, spec, replace=again and not written)
+        assert begun.task is not None
         # Not to be ended with whoever waits for it.
         await asyncio.wait({begun.task})
         if begun.task.cancelled():
@@ -159,11 +186,33 @@ class Snapshots:
         begun = self._writing[generation.cache] = _Writing(generation, task)
         return begun
 
+    def restored(self, generation: Generation, path: Path) -> None:
+        """The generation was read from this snapshot: it needs no other."""
+        self._writing[generation.cache] = _Writing(generation, None, WRITTEN, path)
+
+    def is_writing(self, generation: Generation) -> bool:
+        """Whether its snapshot is being written, or is to be."""
+        begun = self._writing.get(generation.cache)
+        return bool(
+            begun
+            and begun.generation is generation
+            and begun.task
+            and not begun.path
+            and not begun.task.done()
+        )
+
+    async def settled(self, generation: Generation) -> None:
+        """Return once the generation's snapshot is written, or cannot be."""
+        begun = self._writing.get(generation.cache)
+        if begun is not None and begun.generation is generation and begun.task is not None:
+            await asyncio.wait({begun.task})
+
     def stop_writing(self, generation: Generation) -> None:
         """The generation is served no longer."""
         begun = self._writing.get(generation.cache)
         if begun is not None and begun.generation is generation:
-            begun.task.cancel()
+            if begun.task is not None:
+                begun.task.cancel()
             del self._writing[generation.cache]
 
     def outcome(self, generation: Generation) -> str:
@@ -193,31 +242,33 @@ class Snapshots:
         command = [python or sys.executable, "-m", "weightcached.snapshot.writer"]
         async with self._one_at_a_time:
             self._note(generation, WRITING)
-            error = await self._run(command, name, job)
-        self._note(generation, error or WRITTEN)
+            error, path = await self._run(command, name, job)
+        self._note(generation, error or WRITTEN, path)
         if error:
             log.warning("no snapshot cache=%s generation=%d error=%s", name, job.generation, error)
         else:
             log.info("snapshot written cache=%s generation=%d", name, job.generation)
 
-    def _note(self, generation: Generation, outcome: str) -> None:
+    def _note(self, generation: Generation, outcome: str, path: Path | None = None) -> None:
         begun = self._writing.get(generation.cache)
         if begun is not None and begun.generation is generation:
-            begun.outcome = outcome
+            begun.outcome, begun.path = outcome, path
+        if path is not None:
+            self._kept[generation.cache] = Kept(path, generation.nbytes, generation.key)
 
-    async def _run(self, command: list[str], name: str, job: WriterJob) -> str:
-        """Why the child wrote nothing, or ""."""
+    async def _run(self, command: list[str], name: str, job: WriterJob) -> tuple[str, Path | None]:
+        """Why the child wrote nothing, or "" and the snapshot's path."""
         try:
             child = Child(
                 command, name, stdin=msgspec.json.encode(job), device=self._device, capture=True
             )
         except OSError as e:
-            return f"{command[0]} cannot be started: {e.strerror}"
+            return f"{command[0]} cannot be started: {e.strerror}", None
         async with child:
             status = await asyncio.shield(child.exit)
         if status == 0:
-            return ""
-        return child.last_error_line or f"the writer ended with status {status}"
+            return "", Path(os.fsdecode(bytes(child.output or b"").strip()))
+        return child.last_error_line or f"the writer ended with status {status}", None
 
 
 def _generation_of(snapshot: Snapshot) -> Generation:

@@ -222,8 +222,9 @@ def _ready(manifest: Manifest, device: str, reply: StatusReply | WeightcachedErr
 def _fault(cache: CacheStatus | None) -> str:
     if cache is None:
         return "the daemon does not know it: weightcachectl reload"
-    # Somebody asked for its release: an engine that has a copy, or a `drop`.
-    if cache.state in ("ready", "released"):
+    # Somebody asked for its release: an engine that has a copy, or a `drop`. An evicted one comes
+    # back when it is asked for.
+    if cache.state in ("ready", "released", "evicted"):
         return ""
     detail = cache.error or progress_text(cache)
     return f"{cache.state}: {detail}" if detail else cache.state
