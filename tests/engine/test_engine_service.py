@@ -121,7 +121,11 @@ def chat(service: Service, models: dict[str, Path]) -> Iterator[Chat]:
     log = service.manager.runtime_dir / "chat.log"
     drop_in = service.manager.unit_dir / "weightcached-engine@.service.d/log.conf"
     drop_in.parent.mkdir(parents=True, exist_ok=True)
-    drop_in.write_text(f"[Service]\nStandardOutput=append:{log}\nStandardError=append:{log}\n")
+    # vLLM binds every engine to the same core, where one that serves starves one that starts.
+    drop_in.write_text(
+        "[Service]\nEnvironment=VLLM_CPU_OMP_THREADS_BIND=nobind\n"
+        f"StandardOutput=append:{log}\nStandardError=append:{log}\n"
+    )
     service.manager.systemctl("daemon-reload")
     service.ctl("start", "cpu0")
     try:
@@ -135,7 +139,7 @@ def chat(service: Service, models: dict[str, Path]) -> Iterator[Chat]:
 
 
 class Loop:
-    """One client that asks all the time."""
+    """One client that asks again and again, and leaves the cores time for engines that start."""
 
     def __init__(self, chat: Chat) -> None:
         self.answers: list[list[int]] = []
@@ -153,7 +157,7 @@ class Loop:
                 self.refused.append(repr(e))
             except (OSError, http.client.HTTPException, AssertionError) as e:
                 self.failed.append(repr(e))
-            time.sleep(0.02)
+            time.sleep(0.2)
 
     def until_next(self) -> None:
         seen = len(self.answers)
