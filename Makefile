@@ -29,11 +29,13 @@ test: lint  ## all that CI runs: style, types, every test that needs no GPU and 
 check: lint  ## the quick loop: style, types, tests/unit on all cores
 	$(BIN)/pytest -q -n auto --dist loadfile tests/unit
 
-lint: $(STAMP)  ## ruff, mypy --strict, import-linter
+lint: $(STAMP)  ## ruff, mypy --strict, import-linter, the package as it is published
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@made=$$(mktemp -d) && trap 'rm -rf "$$made" weightcached.egg-info' EXIT && \
+		$(BIN)/python -m build --quiet --no-isolation --outdir "$$made" && $(BIN)/python -m twine check --strict "$$made"/*
 
 unit: $(STAMP)  ## tests without an engine
 	$(BIN)/pytest -q -n $(JOBS) --dist loadfile tests/unit tests/process tests/systemd
