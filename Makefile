@@ -14,7 +14,7 @@ INPUTS ?= 100000
 # Each engine would compile all that it imports of vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check lint unit engine bench soak fuzz service demo lock clean
+.PHONY: help test check lint unit engine bench soak fuzz service demo page lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -59,6 +59,10 @@ service: $(STAMP)  ## an engine service with real engines on the CPU, on a quiet
 
 demo: $(STAMP)  ## a tiny model, a unit, engines from disk and attached, a crash in between
 	$(BIN)/python bench/demo.py
+
+page: $(STAMP)  ## the exporter's page in headless Chromium (Debian: apt-get install chromium): tests, then docs/page-*.png
+	$(BIN)/pytest -q tests/browser
+	$(BIN)/python bench/page.py
 
 lock: $(STAMP)  ## pin again what pyproject.toml asks for; what is pinned keeps its version
 	$(BIN)/uv pip compile -q --python-version 3.11 --no-annotate --custom-compile-command 'make lock' --extra test --extra exporter \

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weightcached.cli.status import Answers
     from weightcached.cli.units import Verb
     from weightcached.system.units import Outcome
+    from weightcached.wire.messages import Drop, Evict
 
 WATCH_PERIOD_S = 1.0
 _RELOAD_TIMEOUT_S = 3600.0
@@ -313,6 +314,30 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     'weightcachectl reload' brings it back.
     Exit status: 0 freed, 1 refused or no such cache, 3 no daemon answered.
     """
+    from weightcached.wire.messages import Drop
+
+    _free(devices, cache, lambda name: Drop(cache=name, force=force), "dropped")
+
+
+@main.command()
+@_socket_dir
+@click.argument("cache", metavar="CACHE")
+@_on_devices
+def evict(cache: str, devices: Sequence[str]) -> None:
+    """Free CACHE until an engine asks for it.
+
+    CACHE is a model's name or MODEL/ROLE. It comes back from its snapshot, or is loaded again.
+    Refuses while an engine maps it. Exit status: 0 freed, 1 refused or no such cache, 3 no daemon
+    answered.
+    """
+    from weightcached.wire.messages import Evict
+
+    _free(devices, cache, lambda name: Evict(cache=name), "evicted")
+
+
+def _free(
+    devices: Sequence[str], cache: str, request: Callable[[str], Drop | Evict], done: str
+) -> NoReturn:
     from weightcached.cli import reload
 
     answers = _ask(devices)
@@ -321,8 +346,8 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     failed = False
     for device, name in reload.holders(answers.replies, cache):
         try:
-            reload.drop(device, name, force=force)
-            click.echo(f"{device} {name}: dropped")
+            reload.free(device, request(name))
+            click.echo(f"{device} {name}: {done}")
         except WeightcachedError as e:
             complain(f"{device} {name}: {e}")
             failed = True
@@ -655,16 +680,76 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
     _exit(EXIT_FAILURE if failed else 0)
 
 
-@main.group()
-def snapshot() -> None:
-    """List, verify or remove snapshots on disk.
+class _SnapshotGroup(_Group):
+    """A word that is no command is a cache to write: `snapshot llama-8b` is `snapshot write llama-8b`."""
 
-    Snapshots are written after a load if the manifest has the key snapshots, and bring the weights
-    back without vLLM.
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["write", *args]
+        return super().parse_args(ctx, args)
+
+
+@main.group(cls=_SnapshotGroup, subcommand_metavar="CACHE... | --all | COMMAND [ARGS]...")
+def snapshot() -> None:
+    """Write, list, verify or remove snapshots.
+
+    Snapshots bring the weights back without vLLM. If the manifest has the key snapshots, they are
+    written after each load. 'snapshot CACHE' writes one now.
     """
 
 
 _snapshot_cache = click.argument("cache", required=False)
+
+
+@snapshot.command("write")
+@_socket_dir
+@click.argument("caches", metavar="[CACHE]...", nargs=-1)
+@click.option("--all", "each", is_flag=True, help="Of every cache that is served.")
+@_on_devices
+def snapshot_write(caches: Sequence[str], each: bool, devices: Sequence[str]) -> None:
+    """Write snapshots of what is served now, and wait.
+
+    CACHE is a model's name or MODEL/ROLE. One that is there already is not written again. Also
+    without the manifest's key, into its default directory.
+
+    Exit status: 0 they are there, 1 one is not, 3 no daemon answered.
+    """
+    from weightcached.cli import snapshot
+
+    if bool(caches) == each:
+        raise click.UsageError("name caches, or say --all")
+    answers = _ask(devices)
+    if not answers.replies:
+        _exit(EXIT_NO_DAEMON)
+    display, failed = _display(), False
+    for device, name in _served(answers, caches):
+        try:
+            snapshot.write(device, name, display)
+        except WeightcachedError as e:
+            display.clear()
+            complain(f"{device} {name}: {e}")
+            failed = True
+        else:
+            display.clear()
+            click.echo(f"{device} {name}: the snapshot is there")
+    if not failed and not all(snapshot.is_used(reply.manifest) for reply in answers.replies):
+        click.echo(snapshot.NO_KEY)
+    _exit(EXIT_FAILURE if failed else 0)
+
+
+def _served(answers: Answers, caches: Sequence[str]) -> list[tuple[str, str]]:
+    """(device, cache) of all that is served, or of the named ones. Raises UnknownCacheError."""
+    from weightcached.cli.reload import holders
+
+    if not caches:
+        return [
+            (reply.device, cache.name)
+            for reply in answers.replies
+            for cache in reply.caches
+            if cache.generation
+        ]
+    found = [each for cache in caches for each in holders(answers.replies, cache)]
+    return list(dict.fromkeys(found))
 
 
 @snapshot.command("list")

@@ -218,8 +218,9 @@ def preload(
     help="Port to listen on; 0 takes a free one.",
 )
 def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port: int) -> None:
-    """Serve /health and /metrics of this node's daemons over HTTP until told to stop.
+    """Serve a page, /health and /metrics of this node over HTTP until told to stop.
 
+    / is a page for people: devices, caches, engine services, the last errors.
     /health answers 200 if every cache in the manifest is ready, else 503 with one line for each
     that is not. /metrics is in Prometheus's text format and needs the package prometheus_client.
 

@@ -236,7 +236,7 @@ class Value:
         hint = near_miss(str(at.node.value), choices) if choices and at.kind == "str" else ""
         if at.kind == "str" and not at.node.value:
             wanted = "a string that is not empty"
-        if _takes_text(kind) and at.kind in ("int", "float", "bool", "timestamp"):
+        if _takes_text(kind) and at.kind in _to_quote(kind):
             hint = ": quote it"
         at.fail(f"expected {wanted}, got {at.described()}{hint}")
 
@@ -308,6 +308,12 @@ def _description(kind: inspect.Type) -> str:
 
 def _takes_text(kind: inspect.Type) -> bool:
     return any(isinstance(_plain_type(k), inspect.StrType) for k in _alternatives(kind))
+
+
+def _to_quote(kind: inspect.Type) -> tuple[str, ...]:
+    """Kinds that become the text that is expected, once they are quoted."""
+    takes_numbers = any(isinstance(_plain_type(k), inspect.IntType) for k in _alternatives(kind))
+    return () if takes_numbers else ("int", "float", "bool", "timestamp")
 
 
 def _choices(kind: inspect.Type) -> list[str]:
