@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from weightcached.cli import man_pages, weightcachectl
 from weightcached.cli.weightcached import main as weightcached_main
+from weightcached.config.manifest import Document
 from weightcached.system.units import UNITS, is_unmodified, source
 
 PAGES = man_pages.pages()
@@ -82,12 +83,15 @@ def test_page_has_every_command_and_option(name: str, group: click.Group, tmp_pa
 
 def test_every_key_of_the_manifest_has_its_words() -> None:
     said = man_pages.comments(source("manifest.yaml").read_text(encoding="utf-8"))
+    keys = [*Document.__struct_fields__]
     for section, entry in man_pages._ENTRIES.items():
-        for field in entry.__struct_fields__:
-            assert said.get(f"{section}.{field}"), (
-                f"{section}.{field} has no comment in the example"
-            )
-            assert rf"\fB{man_pages._text(field)}\fR" in PAGES["man5/weightcached-manifest.5"]
+        keys += [f"{section}.{field}" for field in entry.__struct_fields__]
+    for key in keys:
+        # `models:` needs no words beside its entries'.
+        assert said.get(key) or key == "models", f"{key} has no comment in the example"
+        last = man_pages._text(key.rpartition(".")[2])
+        tags = (rf"\fB{last}\fR", f".SH {last.upper()}")
+        assert any(tag in PAGES["man5/weightcached-manifest.5"] for tag in tags), key
 
 
 def test_words_that_groff_would_take_for_its_own_are_kept() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import yaml
 
 from weightcached.config.manifest import VERSION, Manifest, ModelSpec, load_manifest
@@ -109,11 +110,22 @@ def _changed(
             if before:
                 shutil.copymode(real, partial)
             after = _read_again(partial)
-            kept = before is None or (after.engines, after.snapshots) == (before.engines, before.snapshots)  # fmt: skip
-            if not kept or not expect(before.models if before else [], after.models):
+            if not _is_meant(before, after, expect):
                 _refuse(path, "it would have been read otherwise")
             partial.replace(real)
     return load_manifest(path)
+
+
+def _is_meant(
+    before: Manifest | None,
+    after: Manifest,
+    expect: Callable[[list[ModelSpec], list[ModelSpec]], bool],
+) -> bool:
+    """Whether the models are as expected, and all else is what it was."""
+    if before is None:
+        return expect([], after.models)
+    rest = msgspec.structs.replace(after, path=before.path, models=before.models)
+    return rest == before and expect(before.models, after.models)
 
 
 def _with_entry(path: Path, text: str, entry: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from weightcached import __version__
 from weightcached.cli import weightcachectl, weightcached
 from weightcached.config.engines import EngineEntry
 from weightcached.config.located_yaml import expected
-from weightcached.config.manifest import ModelEntry
+from weightcached.config.manifest import Document, ModelEntry
 from weightcached.config.snapshots import SnapshotsEntry
 from weightcached.system.units import MANIFEST, source
 
@@ -107,7 +107,7 @@ def _manifest_page() -> str:
     lines = [*_head(MANIFEST_PAGE, 5, "which models stay resident on which devices")]
     lines += [".SH SYNOPSIS", *_paragraphs("\n\n".join(_PLACES)), ".SH DESCRIPTION"]
     lines += _paragraphs(_ABOUT_MANIFEST)
-    lines += _tagged({"version": f"{said['version']} Must be 1."})
+    lines += _fields("", Document, said)
     for name, entry in _ENTRIES.items():
         lines += [f".SH {name.upper()}", *_paragraphs(f"{said[name]} Keys under {name}:".strip())]
         lines += _fields(name, entry, said)
@@ -119,8 +119,11 @@ def _fields(name: str, entry: type[msgspec.Struct], said: Mapping[str, str]) -> 
     info = msgspec.inspect.type_info(entry)
     assert isinstance(info, msgspec.inspect.StructType)
     for field in info.fields:
-        text = said.get(f"{name}.{field.name}", "")
+        if field.name in _ENTRIES:
+            continue
+        text = said.get(f"{name}.{field.name}".lstrip("."), "")
         kind = expected(field.type)
+        kind = kind if "," in kind else kind.removeprefix("one of ")
         facts = [kind] if kind not in text else []
         if field.required:
             facts.append("required")
@@ -146,7 +149,7 @@ def comments(example: str) -> dict[str, str]:
     for line in example.splitlines():
         match = _KEY_LINE.match(line)
         key = match[1] if match else ""
-        if match and (key in _ENTRIES or key == "version"):
+        if match and key in Document.__struct_fields__:
             section, name = key, key
         elif match and section in _ENTRIES and key in _ENTRIES[section].__struct_fields__:
             name = f"{section}.{key}"
