@@ -18,10 +18,11 @@ from tests.unit.test_daemon_caches import generation
 from weightcached.config.snapshots import SnapshotSpec
 from weightcached.config.wanted import Wanted
 from weightcached.daemon.caches import Generation
-from weightcached.daemon.rollbacks import Rollbacks
+from weightcached.daemon.rollbacks import Rollbacks, generation_of
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.errors import SnapshotError
 from weightcached.index import tensors as index_format
+from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import StorageRecord, TensorIndex
 from weightcached.segments.host import HostBackend
 from weightcached.snapshot import writer
@@ -169,6 +170,24 @@ def test_what_is_damaged_or_anothers_is_passed_over_by_name(kept: Kept) -> None:
         kept.before(b"3")
     assert f"{damaged}: its header has 4 bytes, fewer than 38" in str(e.value)
     assert f"{moved}: its device is cpu7, wanted is cpu0" in str(e.value)
+
+
+def test_what_is_gone_away_from_is_known_by_its_key_also_before_its_digest_is_made(
+    kept: Kept,
+) -> None:
+    old, new = index_of(b"1"), index_of(b"2", key=other_key(full="ab"))
+    note = RolledBack(to="0", at=1.5, spec_digest="spec", replaced=inputs_of(new))
+    directory = kept.write(b"1").parent
+    write_rollback(directory, note)
+    asyncio.run(kept.rollbacks.read(SnapshotSpec(directory=kept.root), ["a/target"]))
+    assert kept.rollbacks.at(generation_of(old)) == 1.5
+    undigested = index_of(b"2", key=other_key(full=""))
+    assert kept.rollbacks.at(generation_of(undigested)) is None
+
+
+def other_key(*, full: str) -> WeightCacheKey:
+    checkpoint = msgspec.structs.replace(an_index().key.checkpoint, root="/other", full=full)
+    return msgspec.structs.replace(an_index().key, checkpoint=checkpoint)
 
 
 # ---- the note of a rollback

@@ -23,6 +23,7 @@ from weightcached.config.wanted import Wanted
 from weightcached.daemon.caches import Generation
 from weightcached.daemon.logs import printable
 from weightcached.errors import SnapshotError
+from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex, read_index
 from weightcached.snapshot.files import cache_directory, list_snapshots, name_of, open_snapshot
 from weightcached.snapshot.rollback import RolledBack, inputs_of, read_rollback, write_rollback
@@ -45,6 +46,10 @@ class _Held(NamedTuple):
     note: RolledBack
     # The generation gone away from, as staleness looks at it.
     replaced: Generation
+
+    @property
+    def away(self) -> WeightCacheKey:
+        return _known_at_once(self.replaced)
 
 
 def generation_of(index: TensorIndex) -> Generation:
@@ -81,7 +86,7 @@ class Rollbacks:
         """When the cache went back to this generation; None if it did not."""
         held = self._held.get(generation.cache)
         # The note is written first: a daemon that died in between serves what it goes away from.
-        return held.note.at if held and generation.key != held.replaced.key else None
+        return held.note.at if held and _known_at_once(generation) != held.away else None
 
     async def find(self, want: Wanted, why_stale: WhyStale) -> Path | None:
         """The snapshot that is to be restored, whatever a load would make now; or None.
@@ -208,6 +213,12 @@ class Rollbacks:
             self._held.pop(name, None)
         else:
             self._held[name] = _Held(note, generation_of(note.index()))
+
+
+def _known_at_once(generation: Generation) -> WeightCacheKey:
+    """The key without the checkpoint's full digest, which is made later."""
+    key = generation.key
+    return msgspec.structs.replace(key, checkpoint=msgspec.structs.replace(key.checkpoint, full=""))
 
 
 def _open(path: Path) -> tuple[TensorIndex, float]:
