@@ -25,7 +25,8 @@ Text = Annotated[str, Meta(max_length=20_000)]
 Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
 Source = Literal["loaded", "adopted", "restored"]
-CacheState = Literal["loading", "ready", "failed", "released"]
+CacheState = Literal["loading", "ready", "failed", "released", "evicted"]
+Residence = Literal["always", "on-demand"]
 
 
 class Message(msgspec.Struct, tag=True, tag_field="type", frozen=True, kw_only=True):
@@ -132,6 +133,15 @@ class Drop(Message, frozen=True):
     force: bool = False
 
 
+class Evict(Message, frozen=True):
+    """Free one cache until an engine asks for it; refused while engines that are awake map it.
+
+    Answered by Done.
+    """
+
+    cache: Name
+
+
 class Verify(Message, frozen=True):
     """Hand out a generation, whose digests the client recomputes. No lease begins.
 
@@ -139,6 +149,24 @@ class Verify(Message, frozen=True):
     """
 
     cache: Name
+
+
+class WriteSnapshot(Message, frozen=True):
+    """Write a cache's served generation to a snapshot now, unless it is there.
+
+    Progress at least once a second, then Done or Refused. The writing goes on if the client leaves.
+    """
+
+    cache: Name
+
+
+class Rollback(Message, frozen=True):
+    """Go back to a cache's generation before, whose `snapshot` has this name; Progress*, then
+    ReloadReply. Without a name only say which it is; answered by RollbackReply.
+    """
+
+    cache: Name
+    snapshot: Annotated[str, Meta(max_length=300)] = ""
 
 
 class Fallback(Message, frozen=True):
@@ -276,13 +304,14 @@ class Progress(LoadMessage, frozen=True):
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a reload for one cache."""
+    """The result of a reload for one cache. note: why an unchanged one stays, if that surprises."""
 
     cache: Name
     outcome: Literal["loaded", "unchanged", "failed", "dropped"]
     generation: Count = 0
     seconds: float = 0.0
     error: Text = ""
+    note: Text = ""
 
 
 class ReloadReply(Message, frozen=True):
@@ -290,6 +319,13 @@ class ReloadReply(Message, frozen=True):
 
     outcomes: list[CacheOutcome] = []
     error: Text = ""
+
+
+class RollbackReply(Message, frozen=True):
+    """The generation before: name of its snapshot, and when that was written, from the epoch."""
+
+    snapshot: Name
+    created_at: float
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,7 +361,10 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
     load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
-    "writing", "written", the reason why it could not be written, or "" if none is wanted.
+    "writing", "written", the reason why it could not be written, or "" if none is wanted, with
+    `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
+    and why not. An evicted cache is loaded or restored when an engine asks for it.
+    `rolled_back_at`, in seconds since the epoch, is set while a rollback holds.
     """
 
     name: Name
@@ -346,6 +385,10 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     retry_at: float | None = None
     warning: Text = ""
     snapshot: Text = ""
+    snapshot_use: Text = ""
+    snapshot_bytes: Count = 0
+    resident: Residence = "always"
+    rolled_back_at: float | None = None
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -355,6 +398,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     request, or from the end of the load that it waited for, to the last descriptor. mismatches are
     by field of the key, refusals by the kind of the final answer that was not Ready, fallbacks by
     the code that engines gave. phase_seconds are of the generations served, by cache and phase.
+    hits are attaches that did not wait; evictions, restores from snapshots and their seconds are by
+    cache.
     """
 
     attaches: dict[Name, Count] = {}
@@ -365,10 +410,17 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     adoptions: Count = 0
     digest_failures: Count = 0
     phase_seconds: dict[Name, dict[Name, float]] = {}
+    hits: dict[Name, Count] = {}
+    evictions: dict[Name, Count] = {}
+    restores: dict[Name, Count] = {}
+    restore_seconds: dict[Name, float] = {}
 
 
 class StatusReply(Message, frozen=True):
-    """The daemon's whole state. since: seconds from the epoch. Older daemons have no counters."""
+    """The daemon's whole state. since: seconds from the epoch. Older daemons have no counters.
+
+    budget: most bytes of weights that it holds, 0 for no limit.
+    """
 
     device: Name
     pid: Count
@@ -380,6 +432,7 @@ class StatusReply(Message, frozen=True):
     software: Text = ""
     counters: Counters | None = None
     old_generations: list[OldGeneration] = []
+    budget: Count = 0
 
 
 # ---- loader child to daemon (over the socketpair)
@@ -424,12 +477,15 @@ Request = (
     | Parked
     | Reload
     | Drop
+    | Evict
     | Verify
+    | WriteSnapshot
+    | Rollback
     | Fallback
 )
 Reply = (
     Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released
-    | Done | Rejoined | Unmap | Progress | ReloadReply | StatusReply
+    | Done | Rejoined | Unmap | Progress | ReloadReply | RollbackReply | StatusReply
 )  # fmt: skip
 LoaderMessage = LoaderProgress | LoaderKey | LoaderIndex | LoaderFailed | Descriptors
 
