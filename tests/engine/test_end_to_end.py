@@ -214,6 +214,12 @@ def test_manifest_faults_at_reload_leave_the_model_served(
         failed = service.ctl("reload", "cpu0", check=False)
         assert failed.returncode == 1
         assert "engine argument 'no_such_argument'" in failed.stdout + failed.stderr
+        service.manifest(entry("m", models["untied"], "cpu0", quantization="bitsandbytes"))
+        failed = service.ctl("reload", "cpu0", check=False)
+        assert failed.returncode == 1
+        refused = "vLLM refuses the engine arguments: "
+        assert refused in failed.stdout + failed.stderr
+        assert "Unknown quantization method: bitsandbytes" in failed.stdout + failed.stderr
         assert engines.tokens(models["untied"], "ipc_cache", loader={"fallback": False}) == disk
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+
+import pytest
 
 from bench.checkpoint_models import CONFIGS
 from bench.checkpoints import write_checkpoint
 from tests.engine.conftest import Engines, Service
 from tests.engine.test_end_to_end import entry, serving
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None,
+    reason="vLLM's vision models need torchvision: make extras has an environment with it",
+)
 
 
 def test_attached_vision_model_says_to_images_what_it_says_from_disk(

@@ -1,4 +1,4 @@
-"""Ranks that Ray places: each asks the daemon of its own node. `make ray` has an environment with Ray."""
+"""Ranks that Ray places: each asks the daemon of its own node. `make extras` has an environment with Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from weightcached.wire.connection import Connection
 from weightcached.wire.messages import CacheStatus, Status, StatusReply
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="make ray runs it, in an environment with Ray"
+    importlib.util.find_spec("ray") is None,
+    reason="make extras runs it, in an environment with Ray",
 )
 NODES = 2
 # In float32: ranks add partial sums, and in bfloat16 these are rounded differently from one rank's.

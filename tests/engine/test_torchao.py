@@ -1,4 +1,4 @@
-"""Models that torchao quantizes: while they load, and before. `make extras` has an environment with it."""
+"""Models that torchao quantizes, while they load and before. `make extras` has an environment with it."""
 
 from __future__ import annotations
 
