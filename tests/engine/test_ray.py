@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import BIN, ENVIRONMENT, READY_TIMEOUT_S, ROOT, Engines, checkpoint
+from tests.engine.conftest import BIN, ENVIRONMENT, ROOT, Engines, checkpoint
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import CacheStatus, Status, StatusReply
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
     reason="make extras runs it, in an environment with Ray",
 )
 NODES = 2
+READY_TIMEOUT_S = 180.0
 # In float32: ranks add partial sums, and in bfloat16 these are rounded differently from one rank's.
 LAYOUT: dict[str, Any] = {"tensor_parallel_size": NODES, "dtype": "float32"}
 RAY: dict[str, Any] = {**LAYOUT, "distributed_executor_backend": "ray"}
@@ -54,18 +55,18 @@ class Daemon:
                 env=os.environ | ENVIRONMENT | {"XDG_RUNTIME_DIR": str(home)}, cwd=ROOT,
             )  # fmt: skip
 
-    def cache(self) -> CacheStatus:
+    def caches(self) -> list[CacheStatus]:
         with Connection.connect(self.socket, timeout_s=5.0, purpose="ctl") as connection:
             status = connection.request(Status(), 5.0)
         assert isinstance(status, StatusReply)
-        (cache,) = status.caches
-        return cache
+        return status.caches
 
     def until_ready(self) -> None:
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s and self.process.poll() is None:
             try:
-                if self.cache().state == "ready":
+                # None before it has read its manifest.
+                if [cache.state for cache in self.caches()] == ["ready"]:
                     return
             except (WeightcachedError, OSError):
                 pass
@@ -124,7 +125,7 @@ def test_ranks_on_two_nodes_of_ray_map_what_their_nodes_hold(
     attached = on_ray.tokens(model, "ipc_cache", loader={"fallback": False}, **RAY)
     assert attached == disk
     for daemon in daemons:
-        (engine,) = daemon.cache().engines
+        ((engine,),) = (cache.engines for cache in daemon.caches())
         assert engine.pid != on_ray.process.pid, "the ranks are Ray's actors"
     on_ray.ask(close=True)
 
