@@ -60,6 +60,34 @@ FEATURES = {
         (f"{END_TO_END}::test_tokens_are_those_of_a_load_from_disk_before_and_after_crash_and_restart",),
     ),
     "fallback": Feature("every reason for a load from disk, by name", ("tests/engine/test_fallbacks.py",)),
+    "two": Feature(
+        "one daemon, engines of this version and of another at once",
+        ("tests/engine/test_two_versions.py",),
+    ),
+    "tp": Feature(
+        "TP=2, each rank loaded alone",
+        (f"{END_TO_END}::test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made",),
+    ),
+    "lora": Feature("an engine with LoRA maps the cache of its base", ("tests/engine/test_lora.py",)),
+    "sleep": Feature(
+        "sleep back end; `reload_weights()`; writes into mapped weights refused; a start parked",
+        ("tests/engine/test_sleep.py", "tests/engine/test_sleep_backend.py"),
+    ),
+    "server": Feature(
+        "arguments of `vllm serve`; the public socket taken and left",
+        (
+            "tests/engine/test_serve_arguments.py", "tests/engine/test_engine_arguments.py",
+            "tests/engine/test_engine_http.py",
+        ),
+    ),
+    "int8": Feature("int8 W8A8 (compressed-tensors)", (f"{QUANTIZED}[first-int8]",)),
+    "4-bit": Feature(
+        "AWQ, GPTQ, W4A16",
+        (f"{QUANTIZED}[first-awq]", f"{QUANTIZED}[first-gptq]", f"{QUANTIZED}[second-w4a16]"),
+    ),
+    "moe": Feature("experts (Qwen3-MoE)", (f"{QUANTIZED}[second-qwen3-moe]",)),
+    "mla": Feature("latent attention with experts (DeepSeek)", (f"{QUANTIZED}[second-deepseek]",)),
+    "drafts": Feature("drafts: MTP, EAGLE, EAGLE3", ("tests/engine/test_drafts.py",)),
     "other-key": Feature(
         "another dtype, other weights: named, loaded from disk",
         (
@@ -78,34 +106,6 @@ FEATURES = {
     "copy": Feature(
         "mode `copy`",
         (f"{END_TO_END}::test_copy_mode_owns_its_weights_and_reload_brings_the_cache_back",),
-    ),
-    "tp": Feature(
-        "TP=2, each rank loaded alone",
-        (f"{END_TO_END}::test_two_tensor_parallel_ranks_map_what_two_solo_loaders_made",),
-    ),
-    "drafts": Feature("drafts: MTP, EAGLE, EAGLE3", ("tests/engine/test_drafts.py",)),
-    "int8": Feature("int8 W8A8 (compressed-tensors)", (f"{QUANTIZED}[first-int8]",)),
-    "4-bit": Feature(
-        "AWQ, GPTQ, W4A16",
-        (f"{QUANTIZED}[first-awq]", f"{QUANTIZED}[first-gptq]", f"{QUANTIZED}[second-w4a16]"),
-    ),
-    "moe": Feature("experts (Qwen3-MoE)", (f"{QUANTIZED}[second-qwen3-moe]",)),
-    "mla": Feature("latent attention with experts (DeepSeek)", (f"{QUANTIZED}[second-deepseek]",)),
-    "lora": Feature("an engine with LoRA maps the cache of its base", ("tests/engine/test_lora.py",)),
-    "sleep": Feature(
-        "sleep back end; `reload_weights()`; writes into mapped weights refused; a start parked",
-        ("tests/engine/test_sleep.py", "tests/engine/test_sleep_backend.py"),
-    ),
-    "server": Feature(
-        "arguments of `vllm serve`; the public socket taken and left",
-        (
-            "tests/engine/test_serve_arguments.py", "tests/engine/test_engine_arguments.py",
-            "tests/engine/test_engine_http.py",
-        ),
-    ),
-    "two": Feature(
-        "one daemon, engines of this version and of another at once",
-        ("tests/engine/test_two_versions.py",),
     ),
     "preload": Feature("`weightcached preload`", ("tests/engine/test_preload_engines.py",)),
     "ranks": Feature(
@@ -295,7 +295,7 @@ def main(versions: tuple[str, ...], only_render: bool, features: tuple[str, ...]
     failed = False
     for version in versions or every:
         other = every[-1] if version != every[-1] else every[0]
-        for piece in pieces(features or list(FEATURES)):
+        for piece in pieces([name for name in FEATURES if not features or name in features]):
             found = run(version, piece, other)
             results = read_results()
             kept = results.get(version, {}).get("features", {})
