@@ -275,7 +275,9 @@ def generate(
         timeout=ANSWER_TIMEOUT_S,
     )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert answers, done.stderr[-3000:]
+    # The cause stands above what follows from it.
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    assert answers, "\n".join([*errors[:5], done.stderr[-3000:]])
     return json.loads(answers[0])["tokens"], done.stdout + done.stderr
 
 
