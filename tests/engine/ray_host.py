@@ -12,10 +12,18 @@ import json
 import os
 import sys
 
+import ray
 from ray.cluster_utils import Cluster
 
 from tests.engine.answers import open_channel
 from tests.engine.host import Host
+
+
+class RayHost(Host):
+    def close(self) -> None:
+        super().close()
+        # An engine keeps its place in Ray as long as its driver is there.
+        ray.shutdown()
 
 
 def main() -> None:
@@ -27,7 +35,7 @@ def main() -> None:
     os.environ["RAY_ADDRESS"] = cluster.address
     # What is left has no value for the ranks: each has its node's.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    host = Host()
+    host = RayHost()
     for line in sys.stdin:
         command = json.loads(line)
         say(host.answer(command) | {"number": command["number"]})
