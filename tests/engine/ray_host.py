@@ -33,7 +33,7 @@ def main() -> None:
         here = {"XDG_RUNTIME_DIR": home, "VLLM_CPU_OMP_THREADS_BIND": str(number)}
         cluster.add_node(num_cpus=1, num_gpus=1, env_vars=here)
     os.environ["RAY_ADDRESS"] = cluster.address
-    # What is left has no value for the ranks: each has its node's.
+    # Engine core and client in this process, as in host.py; the ranks are actors in any case.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     host = RayHost()
     for line in sys.stdin:
