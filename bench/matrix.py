@@ -290,9 +290,6 @@ def main(versions: tuple[str, ...], only_render: bool, features: tuple[str, ...]
         render(read_results())
         return
     HOME.mkdir(exist_ok=True)
-    if versions == ("0.30.0",):  # TEMPORARY, not committed
-        with open("/work/tmp/ver/extras3.log", "w") as log:
-            subprocess.run(["timeout", "420", ".matrix/extras/bin/python", "-m", "pytest", "-q", "--durations=0", "tests/engine/test_ray.py", "tests/engine/test_images.py", "-k", "two_nodes or vision"], stdout=log, stderr=log)
     every = list(dict.fromkeys([*VERSIONS, newest()]))
     packages = {version: environment(version) for version in every}
     failed = False
