@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from tests.fakes.checkpoints import MIB, WEIGHTS, key_of, write_checkpoint
 from tests.fakes.client import Client, Handout
-from tests.fakes.daemon import DaemonProcess, until, write_manifest
+from tests.fakes.daemon import DaemonProcess, loaders_of, until, write_manifest
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
     Attach,
@@ -25,11 +27,13 @@ from weightcached.wire.messages import (
     HoldLoads,
     Loading,
     Mismatch,
+    Parked,
     Progress,
     Ready,
     Refused,
     Reload,
     ReloadReply,
+    Unmap,
 )
 
 Launcher = Callable[..., DaemonProcess]
@@ -414,3 +418,97 @@ def test_a_daemon_killed_while_it_loads_one_loses_nothing_that_is_served(
         assert engine.weights() == (machine.checkpoints["a"] / WEIGHTS).read_bytes()
         assert machine.states() == {"a": "ready", "b": "evicted", "c": "evicted"}
     machine.use("b")
+
+
+def test_a_parked_engine_is_asked_to_unmap_if_the_room_is_needed(machine: Machine) -> None:
+    machine.daemon.start()
+    machine.use("a")
+    machine.written("a")
+    with machine.attach("a") as sleeper, machine.attach("b"), machine.daemon.client() as late:
+        sleeper.client.expect(Parked(parked=True), Done)
+        late.send(Attach(key=machine.key("c")))
+        assert sleeper.client.receive() == Unmap()
+        # It unmaps and hangs up.
+        sleeper.handout.close()
+        sleeper.client.close()
+        answer = late.receive()
+        while isinstance(answer, Loading):
+            answer = late.receive()
+        assert isinstance(answer, Ready), answer
+        late.take(answer).close()
+        assert machine.states() == {"a": "evicted", "b": "ready", "c": "ready"}
+    # It wakes.
+    machine.use("a")
+    assert machine.cache("a").source == "restored"
+
+
+def test_a_parked_engine_that_wakes_just_then_keeps_its_model(machine: Machine) -> None:
+    machine.daemon.start()
+    machine.use("c")
+    with machine.attach("a") as sleeper, machine.attach("b"), machine.daemon.client() as late:
+        sleeper.client.expect(Parked(parked=True), Done)
+        late.send(Attach(key=machine.key("c")))
+        assert sleeper.client.receive() == Unmap()
+        sleeper.client.expect(Parked(parked=False), Done)
+        answer = late.receive()
+        while isinstance(answer, Loading):
+            answer = late.receive()
+        assert isinstance(answer, Failed), answer
+        assert f"a/target 3.0 MiB (mapped by pid {os.getpid()})" in answer.error
+        assert machine.states() == {"a": "ready", "b": "ready", "c": "evicted"}
+
+
+def restorer_of(daemon: DaemonProcess) -> int | None:
+    """The pid of the daemon's restorer, if one runs."""
+    for pid in loaders_of(daemon.pid):
+        with contextlib.suppress(OSError):
+            if b"weightcached.snapshot.restorer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("whom", ["restorer", "daemon"])
+def test_kill_while_one_is_restored_costs_nothing_that_is_served(
+    machine: Machine, whom: str, delay_s: float
+) -> None:
+    """At whatever phase it hits the restorer, which lives for half a second."""
+    machine.daemon.start()
+    for name in "ab":
+        machine.use(name)
+        machine.written(name)
+    assert machine.evict("b") == Done()
+    files = sorted(machine.snapshots.rglob("*"))
+    with machine.attach("a") as engine, machine.daemon.client() as waiting:
+        waiting.send(Attach(key=machine.key("b")))
+        found: list[int | None] = [None]
+
+        def restores() -> bool:
+            found[0] = restorer_of(machine.daemon)
+            return found[0] is not None
+
+        until(restores, "the restorer")
+        restorer = found[0]
+        assert restorer
+        time.sleep(delay_s)
+        if whom == "restorer":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(restorer, signal.SIGKILL)
+            answer = waiting.receive()
+            while isinstance(answer, Loading):
+                answer = waiting.receive()
+            # Restored before the signal came, or loaded.
+            assert isinstance(answer, Ready), answer
+            waiting.take(answer).close()
+        else:
+            machine.daemon.signal(signal.SIGKILL)
+            machine.daemon.wait()
+            until(lambda: not Path(f"/proc/{restorer}").exists(), "the restorer's end")
+            machine.daemon.launch(keep_store=True).notified("READY=1")
+        assert engine.weights() == (machine.checkpoints["a"] / WEIGHTS).read_bytes()
+        assert machine.cache("a").state == "ready"
+    machine.use("b")
+    if whom == "daemon":
+        assert machine.loads("b") == 1
+        assert sorted(machine.snapshots.rglob("*")) == files
