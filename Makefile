@@ -14,7 +14,7 @@ INPUTS ?= 100000
 # Each engine would compile all that it imports of vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check lint unit engine bench soak fuzz service demo page lock clean
+.PHONY: help test check lint unit engine bench soak fuzz demo page lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,11 +29,13 @@ test: lint  ## all that CI runs: style, types, every test that needs no GPU and 
 check: lint  ## the quick loop: style, types, tests/unit on all cores
 	$(BIN)/pytest -q -n auto --dist loadfile tests/unit
 
-lint: $(STAMP)  ## ruff, mypy --strict, import-linter
+lint: $(STAMP)  ## ruff, mypy --strict, import-linter, the package as it is published
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@made=$$(mktemp -d) && trap 'rm -rf "$$made" weightcached.egg-info' EXIT && \
+		$(BIN)/python -m build --quiet --no-isolation --outdir "$$made" && $(BIN)/python -m twine check --strict "$$made"/*
 
 unit: $(STAMP)  ## tests without an engine
 	$(BIN)/pytest -q -n $(JOBS) --dist loadfile tests/unit tests/process tests/systemd
@@ -51,9 +53,6 @@ soak: $(STAMP)  ## random operations on one daemon for SECONDS, then KILLS rando
 fuzz: $(STAMP)  ## INPUTS hostile inputs at a real daemon, and the fuzz tests with more examples
 	$(BIN)/pytest -q --hypothesis-profile=fuzz tests/process/test_fuzz.py
 	$(BIN)/python bench/fuzz.py --inputs $(INPUTS)
-
-service: $(STAMP)  ## an engine service with real engines on the CPU, on a quiet machine: about 10 minutes
-	WEIGHTCACHED_REAL_SERVICE=1 $(BIN)/pytest -v tests/engine/test_engine_service.py
 
 demo: $(STAMP)  ## a tiny model, a unit, engines from disk and attached, a crash in between
 	$(BIN)/python bench/demo.py

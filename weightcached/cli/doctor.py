@@ -45,6 +45,7 @@ from weightcached.system.paths import (
     check_private_dir,
     check_socket,
     config_home,
+    data_home,
     devices_with_socket,
     home,
     is_host_device,
@@ -340,9 +341,8 @@ def _snapshot_speed(there: Path, held: dict[Path, int]) -> Finding:
 
 def _unit_dirs() -> list[Path]:
     """A user manager's unit directories; the first that has a unit wins (systemd.unit(5))."""
-    data_home = Path(os.environ.get("XDG_DATA_HOME") or home() / ".local/share")
     machine = ["/etc/systemd/user", "/usr/local/lib/systemd/user", "/usr/lib/systemd/user"]
-    return [unit_dir(), Path(machine[0]), data_home / "systemd/user", *map(Path, machine[1:])]
+    return [unit_dir(), Path(machine[0]), data_home() / "systemd/user", *map(Path, machine[1:])]
 
 
 def _units() -> Iterator[Finding]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weightcached.wire.messages import Drop, Evict
 
 WATCH_PERIOD_S = 1.0
+_RELOAD_TIMEOUT_S = 3600.0
 # A daemon's refusal if it has none of the named caches.
 UNKNOWN_CACHE = "unknown-cache"
 
@@ -220,8 +221,8 @@ def _watch_lines(answers: Answers) -> list[str]:
 )
 @click.option("--force", is_flag=True, help="Also reload caches that have not changed.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=3600, metavar="SECONDS", show_default=True,
-    help="Wait at most this long. The reload itself goes on.",
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=_RELOAD_TIMEOUT_S, metavar="SECONDS",
+    show_default=True, help="Wait at most this long. The reload itself goes on.",
 )  # fmt: skip
 def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s: float) -> None:
     """Read the manifest again and apply it.
@@ -230,7 +231,6 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
     cache is served until its successor is complete. Exit status: 0 done, 1 a cache failed or the
     manifest was refused, 3 no daemon answered.
     """
-    from weightcached.cli.reload import reload_all
     from weightcached.cli.status import no_daemon
     from weightcached.system.paths import devices_with_socket
 
@@ -239,10 +239,18 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
         from weightcached.system.paths import runtime_dir
 
         raise no_daemon(runtime_dir())
+    _exit(_reload(asked, caches, force=force, timeout_s=timeout_s))
+
+
+def _reload(
+    devices: Sequence[str], caches: Sequence[str], *, force: bool = False, timeout_s: float = _RELOAD_TIMEOUT_S
+) -> int:  # fmt: skip
+    from weightcached.cli.reload import reload_all
+
     display = _display()
-    ended = reload_all(asked, caches=caches, force=force, timeout_s=timeout_s, display=display)
+    ended = reload_all(devices, caches=caches, force=force, timeout_s=timeout_s, display=display)
     display.clear()
-    _exit(_report_reloads(ended, caches))
+    return _report_reloads(ended, caches)
 
 
 def _report_reloads(ended: Mapping[str, Any], caches: Sequence[str]) -> int:
@@ -392,6 +400,102 @@ def plan(as_json: bool, manifest: Path | None) -> None:
         click.echo("\n".join(plan.as_table(rows)))
 
 
+def _check_placed(
+    ctx: click.Context, param: click.Parameter, devices: Sequence[str]
+) -> tuple[str, ...]:
+    return ("all",) if tuple(devices) == ("all",) else _check_devices(ctx, param, devices)
+
+
+@main.command(
+    context_settings={
+        # As for 'weightcached preload': vLLM has short options, such as -tp.
+        "help_option_names": ["--help"],
+        "ignore_unknown_options": True,
+    }
+)
+@click.argument("model")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE ARGUMENTS]...")
+@click.option("--name", help="Name of the entry.", show_default="the last part of MODEL")
+@click.option(
+    "--device",
+    "devices",
+    metavar="DEVICE",
+    multiple=True,
+    callback=_check_placed,
+    show_default="the first GPUs, else cpu0 …",
+    help="A device, or all; repeatable, in rank order.",
+)
+@click.option(
+    "--python",
+    metavar="PATH",
+    show_default="the one that runs weightcached",
+    help="Interpreter that runs the engine.",
+)
+@click.option("--start", is_flag=True, help="Start the units of devices that no daemon serves yet.")
+def add(
+    model: str,
+    arguments: Sequence[str],
+    name: str | None,
+    devices: Sequence[str],
+    python: str | None,
+    start: bool,
+) -> None:
+    """Add MODEL to the manifest, and serve it.
+
+    MODEL is a directory or a Hub id and comes first; ENGINE ARGUMENTS are those of 'vllm serve':
+    --tensor-parallel-size 2, … The manifest keeps its comments and its order; the example that
+    'install' wrote is replaced. Shows the plan, has running daemons reload, waits for the end, and
+    prints the 'vllm serve' line of an engine that attaches.
+
+    Exit status: 0 done, 1 the entry is there but the model is not served, 78 wrong arguments or
+    manifest: nothing was changed.
+    """
+    from weightcached.cli import add, edit, plan
+
+    if model.startswith("-"):
+        raise click.UsageError(f"MODEL comes first, got {model}")
+    path = edit.path_to_change()
+    add.check_new(path, name or add.name_of(model))
+    entry = add.entry_of(model, arguments, name=name, devices=devices, python=python)
+    command = add.serve_command(entry, arguments)
+    manifest = edit.add_model(path, entry)
+    click.echo(f"added {entry['name']} to {path}")
+    rows, problems = plan.rows_of(manifest, only=entry["name"])
+    for problem in problems:
+        complain(problem)
+    click.echo("\n".join(plan.as_table(rows)))
+    answering, silent = add.daemons(entry["devices"], entry["engine"])
+    status = _reload(answering, [entry["name"]]) if answering else 0
+    if start and silent:
+        status = max(status, _run_job("start", silent))
+        silent = []
+    if status:
+        _exit(status)
+    click.echo("an engine that attaches:" if not silent else "next:")
+    if silent:
+        click.echo(f"  weightcachectl start {' '.join(silent)}")
+    click.echo(f"  {command}")
+
+
+@main.command()
+@click.argument("name")
+def remove(name: str) -> None:
+    """Remove the model NAME from the manifest, and free it.
+
+    The manifest keeps its comments and its order. Running daemons reload; engines that map the
+    weights keep them until they end.
+
+    Exit status: 0 done, 1 a daemon failed, 78 the manifest was not changed.
+    """
+    from weightcached.cli import add, edit
+
+    path = edit.path_to_change()
+    spec = edit.remove_model(path, name)
+    click.echo(f"removed {name} from {path}")
+    answering, _ = add.daemons(spec.devices, spec.engine)
+    _exit(_reload(answering, [name]) if answering else 0)
+
+
 @main.command()
 @_socket_dir
 @_devices
@@ -400,7 +504,7 @@ def start(devices: Sequence[str]) -> None:
 
     Exit status: 0 all serve, 1 a unit failed, or serves none of its caches.
     """
-    _run_job("start", devices)
+    _exit(_run_job("start", devices))
 
 
 @main.command()
@@ -412,7 +516,7 @@ def stop(devices: Sequence[str]) -> None:
     Memory that an engine maps is freed when it ends. Exit status: 0 all stopped, 1 a unit ended
     otherwise.
     """
-    _run_job("stop", devices)
+    _exit(_run_job("stop", devices))
 
 
 @main.command()
@@ -424,10 +528,10 @@ def restart(devices: Sequence[str]) -> None:
     Loads nothing that is resident and still in the manifest. Exit status: 0 all serve, 1 a unit
     failed, or serves none of its caches.
     """
-    _run_job("restart", devices)
+    _exit(_run_job("restart", devices))
 
 
-def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
+def _run_job(verb: Verb, devices: Sequence[str]) -> int:
     from weightcached.cli.units import run_job
 
     display = _display()
@@ -444,7 +548,7 @@ def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
         else:
             click.echo(f"{device}: {past}")
             failed |= verb != "stop" and not _serves(device)
-    _exit(EXIT_FAILURE if failed else 0)
+    return EXIT_FAILURE if failed else 0
 
 
 def _serves(device: str) -> bool:
@@ -465,24 +569,27 @@ def _serves(device: str) -> bool:
 
 @main.command()
 def install() -> None:
-    """Write unit files and an example manifest.
+    """Write unit files, an example manifest and man pages.
 
-    Files that you have edited stay. Exit status: 0 written or there already, 1 something is in the
-    way.
+    Also completion for bash, zsh and fish. Files that you have edited stay. Exit status: 0 written
+    or there already, 1 something is in the way.
     """
+    from weightcached.cli import install
     from weightcached.cli.units import reload_manager
     from weightcached.system import units
 
-    outcomes = units.install()
-    _report_files(outcomes)
+    others = install.other_files()
+    _report_files(units.install(others=others), others)
     if not reload_manager():
         click.echo(
             "no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'"
         )
-    manifest = outcomes[-1].path
+    for hint in install.hints() if others else []:
+        click.echo(hint)
     click.echo(
-        f"next:\n  edit {manifest}\n  loginctl enable-linger {os.getuid()}\n  weightcachectl doctor\n"
-        "  systemctl --user enable weightcached@DEVICE.service\n  weightcachectl start DEVICE"
+        "next:\n  weightcachectl doctor\n  weightcachectl add MODEL --start\n"
+        "and for units that run from boot on, without a login:\n"
+        f"  loginctl enable-linger {os.getuid()}\n  systemctl --user enable weightcached@DEVICE.service"
     )
 
 
@@ -495,6 +602,7 @@ def uninstall() -> None:
 
     Exit status: 0 removed (edited files stay and are named), 1 a unit runs.
     """
+    from weightcached.cli import install
     from weightcached.cli.units import reload_manager, running_units
     from weightcached.system import units
 
@@ -506,14 +614,24 @@ def uninstall() -> None:
             f"systemctl --user disable --now {' '.join(running)}, then uninstall"
         )
         _exit(EXIT_FAILURE)
-    _report_files(units.uninstall())
+    others = install.other_files()
+    _report_files(units.uninstall(others), others)
     reload_manager()
 
 
-def _report_files(outcomes: Sequence[Outcome]) -> None:
+def _report_files(outcomes: Sequence[Outcome], others: Collection[Path]) -> None:
+    """A line for each file; one for all pages and scripts that ended alike."""
+    from weightcached.system.paths import data_home
+
+    alike: dict[str, int] = {}
     for outcome in outcomes:
-        why = ", which was edited" if outcome.action == "kept" else ""
-        click.echo(f"{outcome.action} {outcome.path}{why}")
+        if outcome.path in others and outcome.action != "kept":
+            alike[outcome.action] = alike.get(outcome.action, 0) + 1
+        else:
+            why = ", which was edited" if outcome.action == "kept" else ""
+            click.echo(f"{outcome.action} {outcome.path}{why}")
+    for action, count in alike.items():
+        click.echo(f"{action} manual pages and shell completion, {count} files in {data_home()}")
 
 
 @main.command()
