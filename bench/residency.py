@@ -94,7 +94,11 @@ class Bench:
         if is_host_device(self.device):
             small.write_checkpoint(directory, seed=seed + number)
             self.daemon.loader_command = LOADER.replace("loader_child", "large_loader")
-            engine |= {"x_tensors": 96, "x_nbytes": self.nbytes * 3 // 2, "x_segment_nbytes": 512 * MIB}
+            engine |= {
+                "x_tensors": 96,
+                "x_nbytes": self.nbytes * 3 // 2,
+                "x_segment_nbytes": 512 * MIB,
+            }
         else:
             self.daemon.loader_command = None
             write_checkpoint_apart(directory, _config_of(self.nbytes), device="cuda")
