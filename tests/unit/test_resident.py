@@ -69,3 +69,23 @@ def test_nothing_that_cannot_be_trusted_is_believed(socket: Path) -> None:
     write(socket, holding())
     socket.parent.chmod(0o755)
     assert read(socket) is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "known", "kept"), [(20, 0, 12), (20, 4, 4), (10, 4, 2), (8, 4, 0), (0, 4, 0)]
+)
+def test_the_rest_of_the_budget_is_kept_for_models_on_demand(
+    budget: int, known: int, kept: int
+) -> None:
+    away = {"resident": "on-demand", "state": "evicted", "bytes": 0}
+    caches = [
+        cache("a/target", bytes=5),
+        cache("b/target", bytes=3, resident="on-demand"),
+        cache("c/target", snapshot_bytes=known, **away),
+    ]
+    found = held(status("cpu0", *caches, budget=budget))
+    assert sum(h.nbytes for h in found if h.reserved) == kept
+    assert [h.cache for h in found if not h.reserved] == ["a/target", "b/target"]
+    # All of them are there: nothing more will come.
+    found = held(status("cpu0", *caches[:2], budget=budget))
+    assert not any(h.reserved for h in found)

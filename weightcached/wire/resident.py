@@ -21,20 +21,27 @@ from weightcached.system.paths import check_private_dir
 from weightcached.wire.messages import EngineStatus, StatusReply
 
 MAX_BYTES = 1 << 20
+ON_DEMAND = "models on demand"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Device memory of one generation, and the engines that map it."""
+    """Device memory of one generation, and the engines that map it.
+
+    reserved: not held yet, but kept for models on demand.
+    """
 
     cache: str
     generation: int
     nbytes: int
     engines: list[EngineStatus]
+    reserved: bool = False
 
 
 def held(status: StatusReply) -> list[Held]:
-    """The daemon's list of the memory that it holds, and of old generations that engines keep."""
+    """The daemon's list of the memory that it holds, of old generations that engines keep, and of
+    what it may hold yet.
+    """
     served = [
         Held(
             cache=c.name,
@@ -45,10 +52,22 @@ def held(status: StatusReply) -> list[Held]:
         for c in status.caches
         if c.bytes
     ]
-    return served + [
+    old = [
         Held(cache=o.cache, generation=o.generation, nbytes=o.bytes, engines=o.engines)
         for o in status.old_generations
     ]
+    return [*served, *old, *_reserved(status, sum(h.nbytes for h in served + old))]
+
+
+def _reserved(status: StatusReply, held_bytes: int) -> list[Held]:
+    """The rest of the budget, as far as models on demand that are not there may need it."""
+    away = [c for c in status.caches if c.resident == "on-demand" and not c.bytes]
+    nbytes = status.budget - held_bytes
+    if all(cache.snapshot_bytes for cache in away):
+        nbytes = min(nbytes, sum(cache.snapshot_bytes for cache in away))
+    if not away or nbytes <= 0:
+        return []
+    return [Held(cache=ON_DEMAND, generation=0, nbytes=nbytes, engines=[], reserved=True)]
 
 
 class Resident(msgspec.Struct, frozen=True, kw_only=True):
