@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -326,6 +327,41 @@ def test_evict_is_refused_while_an_engine_maps_it(machine: Machine) -> None:
     # Again, or one that was never loaded: as good.
     assert machine.evict("a") == Done()
     assert machine.evict("b") == Done()
+
+
+@pytest.fixture
+def slow_writer(short_tmp: Path, gate: Path) -> Path:
+    """An interpreter that waits for `gate` before it runs the writer of snapshots."""
+    script = short_tmp / "python"
+    waits = f'case "$*" in *snapshot.writer*) cat {gate} >/dev/null;; esac'
+    script.write_text(f'#!/bin/sh\n{waits}\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_what_is_being_written_is_evicted_when_it_is_written(
+    machine: Machine, slow_writer: Path, gate: Path
+) -> None:
+    machine.manifest(budget=SIZE, changes={"a": {"python": str(slow_writer)}})
+    machine.daemon.start()
+    machine.use("a")
+    refused = machine.evict("a")
+    assert isinstance(refused, Refused)
+    assert refused.code == "busy"
+    with machine.daemon.client() as waiting:
+        waiting.expect(Attach(key=machine.key("b")), Loading)
+        # It waits for the write, which would be in vain otherwise.
+        for _ in range(3):
+            assert isinstance(waiting.receive(), Loading)
+        assert machine.states() == {"a": "ready", "b": "loading", "c": "evicted"}
+        gate.write_bytes(b"")
+        answer = waiting.receive()
+        while isinstance(answer, Loading):
+            answer = waiting.receive()
+        assert isinstance(answer, Ready)
+        waiting.take(answer).close()
+    machine.use("a")
+    assert (machine.cache("a").source, machine.loads("a")) == ("restored", 1)
 
 
 def test_an_always_resident_model_can_be_evicted_by_hand_and_comes_back(machine: Machine) -> None:

@@ -210,16 +210,12 @@ def test_cache_that_was_never_loaded_is_found_by_its_checkpoint(
     assert answer_of(scene.caches, wrong) == Evicted(rare)
 
 
-def test_cache_that_comes_back_is_told_from_others_before_its_loader_tells_the_key(
-    scene: Scene, tmp_path: Path
-) -> None:
+def test_engines_of_other_keys_do_not_wait_for_a_cache_that_comes_back(scene: Scene) -> None:
+    """Its loader has not told the key yet: it will be the last one."""
     (coming,) = scene.caches
     coming.evict().retire()
-    asleep = scene.caches.ensure("rare/target", "target")
-    key = msgspec.structs.replace(scene.generation.key, dtype="float16")
-    asleep.offer(key, 0)
     coming.begin_load().expected_key = coming.last_key
-    assert answer_of(scene.caches, key) == Evicted(asleep)
-    assert answer_of(scene.caches, scene.generation.key) == Loading(
-        cache="tiny/target", phase="queued"
-    )
+    key = scene.generation.key
+    assert answer_of(scene.caches, key) == Loading(cache="tiny/target", phase="queued")
+    wrong = answer_of(scene.caches, msgspec.structs.replace(key, dtype="float16"))
+    assert isinstance(wrong, Mismatch)

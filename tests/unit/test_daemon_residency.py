@@ -125,18 +125,24 @@ def test_what_is_larger_than_the_budget_is_told_so(scene: Scene) -> None:
     )
 
 
-def test_a_parked_engine_that_does_not_unmap_is_passed_over(scene: Scene) -> None:
+def test_a_parked_engine_is_asked_and_passed_over_if_it_wakes(scene: Scene) -> None:
+    asked: list[str] = []
+
     async def main() -> bool:
         lease = scene.leases.begin(scene.generation("a"), 11)
         scene.leases.park(lease, True)
         scene.generation("a").used_s = 0.0
-        # It wakes instead.
-        lease.ask_to_unmap = lambda: scene.leases.park(lease, False)
+
+        def wake() -> None:
+            asked.append("a")
+            scene.leases.park(lease, False)
+
+        lease.ask_to_unmap = wake
         new = scene.caches.ensure("new/target", "target")
         return await scene.residency.make_room(new, MIB, scene.evict)
 
     assert asyncio.run(main())
-    assert scene.evicted == ["b"]
+    assert (asked, scene.evicted) == (["a"], ["b"])
 
 
 def test_one_that_is_asked_for_while_its_snapshot_is_written_stays(scene: Scene) -> None:
