@@ -323,3 +323,53 @@ def test_as_many_as_the_manifest_keeps_stay(machine: Machine) -> None:
     machine.manifest(keys={"dir": str(machine.snapshots), "keep": 2})
     machine.reboot()
     assert (machine.cache.source, machine.loads) == ("restored", 2)
+
+
+class Group:
+    """Daemons of the two ranks of one model, which load together."""
+
+    def __init__(self, make_daemon: Launcher, directory: Path, checkpoint: Path) -> None:
+        self.snapshots, self.spawns = directory / "snapshots", directory / "spawns"
+        entry = model("tiny", checkpoint, x_spawns=str(self.spawns), tensor_parallel_size=2)
+        entry |= {"devices": ["cpu0", "cpu1"], "rendezvous": {"group": "127.0.0.1:29779"}}
+        self.daemons = [make_daemon(device=device) for device in entry["devices"]]
+        write_manifest(self.daemons[0].manifest, [entry], snapshots={"dir": str(self.snapshots)})
+
+    def start(self) -> list[str]:
+        """Start both at once; where each has its weights from, once it has a snapshot."""
+        for daemon in self.daemons:
+            daemon.launch()
+        for daemon in self.daemons:
+            daemon.notified("READY=1")
+            daemon.until(lambda status: status.caches[0].snapshot == "written", "a snapshot")
+        return [daemon.status().caches[0].source for daemon in self.daemons]
+
+    def reboot(self) -> list[str]:
+        for daemon in self.daemons:
+            daemon.stop()
+        return self.start()
+
+    @property
+    def loads(self) -> int:
+        return len(self.spawns.read_text().splitlines())
+
+
+@pytest.mark.slow
+def test_ranks_that_load_together_all_restore_or_all_load(
+    make_daemon: Launcher, short_tmp: Path, checkpoint: Path
+) -> None:
+    group = Group(make_daemon, short_tmp, checkpoint)
+    assert group.start() == ["loaded", "loaded"]
+    assert group.reboot() == ["restored", "restored"]
+    assert group.loads == 2
+    shutil.rmtree(group.snapshots / "cpu1")
+    assert group.reboot() == ["loaded", "loaded"]
+    # Nobody had to load along, beside what it had restored.
+    assert group.loads == 4
+    assert "cpu1 of the same group loads" in group.daemons[0].log
+    assert group.reboot() == ["restored", "restored"]
+    # One that is alone lost restores alone: the other serves.
+    group.daemons[1].stop()
+    group.daemons[1].start()
+    assert group.daemons[1].status().caches[0].source == "restored"
+    assert group.loads == 4

@@ -26,6 +26,7 @@ Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
 Source = Literal["loaded", "adopted", "restored"]
 CacheState = Literal["loading", "ready", "failed", "released", "evicted"]
+LoadFrom = Literal["", "checkpoint", "snapshot"]
 Residence = Literal["always", "on-demand"]
 
 
@@ -364,7 +365,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     "writing", "written", the reason why it could not be written, or "" if none is wanted, with
     `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
     and why not. An evicted cache is loaded or restored when an engine asks for it.
-    `rolled_back_at`, in seconds since the epoch, is set while a rollback holds.
+    `rolled_back_at`, in seconds since the epoch, is set while a rollback holds. `load_from` is what
+    a load under way could take the weights from, once that is known: a fitting snapshot if there is
+    one.
     """
 
     name: Name
@@ -389,6 +392,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_bytes: Count = 0
     resident: Residence = "always"
     rolled_back_at: float | None = None
+    load_from: LoadFrom = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
