@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -119,6 +120,27 @@ def test_a_rank_that_does_not_know_yet_is_waited_for(group: Group) -> None:
         assert group.loading() == "cpu1"
     group.peer("cpu2", **due())
     assert group.loading(timeout_s=0.3) is None
+
+
+def test_a_daemon_that_is_not_up_yet_is_waited_for_a_moment(
+    group: Group,
+) -> None:
+    group.peer("cpu1")
+    group.peer("cpu2")
+    late = threading.Timer(0.3, lambda: group.peer("cpu3", **due(load_from="checkpoint")))
+    late.start()
+    try:
+        assert group.loading() == "cpu3"
+    finally:
+        late.join()
+
+
+def test_a_daemon_that_does_not_come_is_no_reason_to_load(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightcached.daemon.group._UP_TIMEOUT_S", 0.3)
+    group.peer("cpu1", **due(load_from="snapshot"))
+    assert group.loading() is None
 
 
 def test_a_rank_that_restores_waits_for_nobody(group: Group) -> None:

@@ -33,6 +33,8 @@ _MET = frozenset({"weights", "packing", "proving", "publishing", "tuning", "open
 # Phases before it is known whether there is a snapshot, and those of a restorer.
 _MAY_RESTORE = frozenset({"queued", "waiting", "opening", "restoring"})
 _POLL_S = 0.1
+# From the manager's start of several units until the last one's daemon answers.
+_UP_TIMEOUT_S = 5.0
 
 
 class GroupPeers:
@@ -65,13 +67,15 @@ class GroupPeers:
         """The device of a rank that is due and has no snapshot that fits; None if each has one.
 
         Ranks that serve, and those that nobody loads, do not count. Waits until all that load know,
-        at most `timeout_s`.
+        at most `timeout_s`; for daemons that are about to start, at boot, a moment.
         """
-        deadline_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        deadline_s, up_s = began_s + timeout_s, began_s + min(timeout_s, _UP_TIMEOUT_S)
         while True:
+            found = await self._caches(want)
             due = {
                 device: cache
-                for device, cache in (await self._caches(want)).items()
+                for device, cache in found.items()
                 if cache.phase or cache.state == "loading"
             }
             for device, cache in due.items():
@@ -81,6 +85,9 @@ class GroupPeers:
                 ):
                     return device
             unknown = [device for device, cache in due.items() if not cache.load_from]
+            if len(found) < len(want.spec.devices) - 1 and time.monotonic() < up_s:
+                await asyncio.sleep(_POLL_S)
+                continue
             if not unknown:
                 return None
             if time.monotonic() > deadline_s:

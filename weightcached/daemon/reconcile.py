@@ -778,6 +778,7 @@ class Reconciler:
             return path
         # It would wait for this rank, which would have to load beside what it has restored.
         self._snapshots.reject(want.name, path, f"{device} of the same group loads")
+        load.source = "checkpoint"
         return None
 
     async def _call_peers(
