@@ -57,12 +57,17 @@ def replies() -> dict[str, StatusReply]:
         cache("qwen-14b/target", bytes=28 * GIB, load_seconds=31.4, engines=[], snapshot="writing"),
         cache("qwen-14b/draft", role="draft", bytes=int(1.5 * GIB), load_seconds=9.2, engines=[],
               warning="a restart will load it again: the unit's descriptor store is full"),
-        pid=2201, since=now - 260000,
+        cache("mistral-7b/target", state="evicted", generation=0, bytes=0, engines=[], snapshot="written",
+              snapshot_bytes=14 * GIB, resident="on-demand"),
+        pid=2201, since=now - 260000, budget=64 * GIB,
         old_generations=[
             OldGeneration(cache="llama-8b/target", generation=2, bytes=15 * GIB, engines=[old])
         ],
         counters=Counters(
             attaches={"llama-8b/target": 41}, attach_seconds={"llama-8b/target": 5.1},
+            hits={"llama-8b/target": 38}, evictions={"mistral-7b/target": 3},
+            restores={"mistral-7b/target": 2, "llama-8b/target": 1},
+            restore_seconds={"mistral-7b/target": 3.4, "llama-8b/target": 2.0},
             mismatches={"dtype": 2}, fallbacks={"no-room": 1}, refusals={"Mismatch": 2}, adoptions=3,
         ),
     )  # fmt: skip

@@ -22,7 +22,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests import limits
 from tests.fakes.checkpoints import key_of
-from tests.fakes.client import Client
 from tests.fakes.daemon import (
     BOUND_S,
     ROOT,
@@ -386,7 +385,7 @@ def test_exporter_ends_in_order_and_knows_three_paths(
     assert node.process.wait(BOUND_S) == 0
 
 
-def test_dashboard_asks_only_for_metrics_that_exist(
+def test_metrics_count_hits_evictions_and_restores(
     make_daemon: Launcher, checkpoint: Path, short_tmp: Path, exporter: Callable[..., Exporter]
 ) -> None:
     daemon = make_daemon([])
@@ -401,14 +400,36 @@ def test_dashboard_asks_only_for_metrics_that_exist(
         # Restored for the first, there for the second.
         for _ in range(2):
             engine.attach(key_of({"model": str(checkpoint)})).close()
-    with Client.welcome(daemon.socket) as stranger:
-        stranger.ask(Attach(key=key_of({"model": str(checkpoint), "dtype": "float16"})))
-        stranger.ask(Fallback(reason="key-mismatch"))
-    known = {name for name, *_ in node.samples()}
+    samples = node.samples()
+    tiny = ("cpu0", "tiny", "target")
+    assert samples["weightcached_evictions_total", *tiny] == 1
+    assert samples["weightcached_restore_seconds_count", *tiny] == 1
+    assert samples["weightcached_attach_hits_total", *tiny] == 1
+
+
+def test_dashboard_asks_for_every_metric_and_for_no_other(
+    exporter: Callable[..., Exporter],
+) -> None:
+    # Each is described, also without a value.
+    suffixes = {"counter": ["_total"], "summary": ["_count", "_sum"], "gauge": [""]}
+    known = {
+        family.name + suffix
+        for family in text_string_to_metric_families(exporter().get("/metrics")[1])
+        for suffix in suffixes[family.type]
+    }
     dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(expressions) >= 10
     asked = {
         name for expression in expressions for name in re.findall(r"weightcached_\w+", expression)
     }
-    assert asked == {name for name in known if not name.endswith("_created")}
+    assert asked == known
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places) == len({panel["id"] for panel in dashboard["panels"]})
+
+
+def test_page_of_operations_lists_every_metric(exporter: Callable[..., Exporter]) -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    rows = re.findall(r"^\| `(weightcached_\w+)`", page, re.M)
+    families = text_string_to_metric_families(exporter().get("/metrics")[1])
+    suffixes = {"counter": "_total", "summary": "_count", "gauge": ""}
+    assert sorted(rows) == sorted(family.name + suffixes[family.type] for family in families)

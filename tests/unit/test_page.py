@@ -27,7 +27,7 @@ from weightcached.wire.messages import StatusReply
 
 VOID = {"meta", "link"}
 # Words of the protocol, which a daemon cannot choose freely.
-FIXED = {"type", "device", "role", "state", "source"}
+FIXED = {"type", "device", "role", "state", "source", "resident"}
 
 
 class Parsed(HTMLParser):
@@ -100,12 +100,19 @@ def test_caches_stand_with_state_size_engines_and_what_happened(parsed: Parsed) 
     assert parsed.row("mixtral-8x7b/target")[1:] == [
         "loading|", "–|", "–|", "0|", "read weights, 31.0 of 87.0 GiB, 21 s left|",
     ]  # fmt: skip
+    assert parsed.row("mistral-7b/target")[1:] == [
+        "evicted|", "–|", "–|", "0|", "comes back when an engine asks for it, snapshot written|",
+    ]  # fmt: skip
+    assert ", budget 64.0 GiB" in parsed.text
     assert re.fullmatch(
         r"/srv/models/gemma-9b: no such directory; mount it, or correct model: in the manifest; "
         r"tried again in 6\d s\|",
         parsed.row("gemma-9b/target")[-1],
     )
-    assert "attaches 41 (0.124 s on average), mismatches 2 (dtype 2)" in parsed.text
+    assert (
+        "attaches 41 (0.124 s on average, 38 without a load), evictions 3, "
+        "restores 3 (1.8 s on average), mismatches 2 (dtype 2)"
+    ) in parsed.text
     assert "loads from disk 1 (no-room 1), adoptions 3" in parsed.text
 
 

@@ -225,7 +225,8 @@ def _device(
     if rows:
         head = ("cache", "state", "generation", "size", "engines", "detail")
         section.append(_table(head, rows, "caches"))
-    lines = [f"daemon pid {reply.pid}, up {_ago(now, reply.since)}, {reply.software}"]
+    budget = f", budget {bytes_text(reply.budget)}" if reply.budget else ""
+    lines = [f"daemon pid {reply.pid}, up {_ago(now, reply.since)}, {reply.software}{budget}"]
     if reply.counters:
         lines.append("since then: " + (", ".join(_counts(reply.counters)) or "nothing asked"))
     section.extend(_lines(*lines))
@@ -239,7 +240,11 @@ def _cache(cache: CacheStatus, now: float) -> list[Element | str]:
     if cache.state == "ready" and cache.source in ("loaded", "restored"):
         done = f"{cache.source} in {seconds_text(cache.load_seconds)}"
     snapshot = f"snapshot {cache.snapshot}" if cache.snapshot else ""
-    said = ", ".join(filter(None, (done if cache.generation else "", snapshot)))
+    if cache.state == "evicted":
+        done = "comes back when an engine asks for it"
+    elif not cache.generation:
+        done = ""
+    said = ", ".join(filter(None, (done, snapshot)))
     detail.extend(_lines(said))
     if cache.phase:
         progress = _el("div", progress_text(cache))
@@ -281,7 +286,13 @@ def _counts(counters: Counters) -> Iterator[str]:
     attaches = sum(counters.attaches.values())
     if attaches:
         mean_s = sum(counters.attach_seconds.values()) / attaches
-        yield f"attaches {attaches} ({mean_s:.3f} s on average)"
+        hits = sum(counters.hits.values())
+        yield f"attaches {attaches} ({mean_s:.3f} s on average, {hits} without a load)"
+    if evictions := sum(counters.evictions.values()):
+        yield f"evictions {evictions}"
+    if restores := sum(counters.restores.values()):
+        mean_s = sum(counters.restore_seconds.values()) / restores
+        yield f"restores {restores} ({mean_s:.1f} s on average)"
     for name, counted in (
         ("mismatches", counters.mismatches),
         ("attaches without a generation", counters.refusals),
