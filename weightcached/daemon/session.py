@@ -243,7 +243,7 @@ class Session:
         while True:
             event = changed.next()
             began_s = time.monotonic()
-            answer = await self._match(request.key, sampled=request.identity == "sampled")
+            answer = await self._answer_attach(request)
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
                 self._begin_lease(answer)
@@ -261,6 +261,11 @@ class Session:
             await self._ticket.turn(
                 REQUEST_UNITS + len(request.key.checkpoint.files) // _FILES_PER_UNIT
             )
+
+    async def _answer_attach(self, request: Attach) -> Answer:
+        if request.cache:
+            return self._service.matcher.newest(request.cache, request.key)
+        return await self._match(request.key, sampled=request.identity == "sampled")
 
     async def _match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
         """The matcher's answer. A daemon that starts waits for the manifest if no key matches."""

@@ -57,12 +57,14 @@ class Attach(Message, frozen=True):
 
     With `wait`, a matching cache that is still loading is answered by Loading again and again until
     it is final. With identity `sampled`, equal samples of the checkpoints are enough for this
-    engine.
+    engine. With `cache`, a running engine asks for the newest generation of the cache that it maps,
+    from whatever checkpoint that was made: all of the key but the checkpoint must be equal.
     """
 
     key: WeightCacheKey
     wait: bool = True
     identity: Literal["full", "sampled"] = "full"
+    cache: Annotated[str, Meta(max_length=300)] = ""
 
 
 class Memory(Message, frozen=True):
