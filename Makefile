@@ -14,7 +14,7 @@ INPUTS ?= 100000
 # Each engine would compile all that it imports of vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check lint unit engine bench soak fuzz service demo lock clean
+.PHONY: help test check lint unit engine bench soak fuzz demo page lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,11 +29,13 @@ test: lint  ## all that CI runs: style, types, every test that needs no GPU and 
 check: lint  ## the quick loop: style, types, tests/unit on all cores
 	$(BIN)/pytest -q -n auto --dist loadfile tests/unit
 
-lint: $(STAMP)  ## ruff, mypy --strict, import-linter
+lint: $(STAMP)  ## ruff, mypy --strict, import-linter, the package as it is published
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@made=$$(mktemp -d) && trap 'rm -rf "$$made" weightcached.egg-info' EXIT && \
+		$(BIN)/python -m build --quiet --no-isolation --outdir "$$made" && $(BIN)/python -m twine check --strict "$$made"/*
 
 unit: $(STAMP)  ## tests without an engine
 	$(BIN)/pytest -q -n $(JOBS) --dist loadfile tests/unit tests/process tests/systemd
@@ -52,11 +54,12 @@ fuzz: $(STAMP)  ## INPUTS hostile inputs at a real daemon, and the fuzz tests wi
 	$(BIN)/pytest -q --hypothesis-profile=fuzz tests/process/test_fuzz.py
 	$(BIN)/python bench/fuzz.py --inputs $(INPUTS)
 
-service: $(STAMP)  ## an engine service with real engines on the CPU, on a quiet machine: about 10 minutes
-	WEIGHTCACHED_REAL_SERVICE=1 $(BIN)/pytest -v tests/engine/test_engine_service.py
-
 demo: $(STAMP)  ## a tiny model, a unit, engines from disk and attached, a crash in between
 	$(BIN)/python bench/demo.py
+
+page: $(STAMP)  ## the exporter's page in headless Chromium (Debian: apt-get install chromium): tests, then docs/page-*.png
+	$(BIN)/pytest -q tests/browser
+	$(BIN)/python bench/page.py
 
 lock: $(STAMP)  ## pin again what pyproject.toml asks for; what is pinned keeps its version
 	$(BIN)/uv pip compile -q --python-version 3.11 --no-annotate --custom-compile-command 'make lock' --extra test --extra exporter \

@@ -46,6 +46,8 @@ SHAPES = {
     "tiny": {"hidden": 256, "intermediate": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 1024},
 }  # fmt: skip
 SECTIONS = ("kill", "restart", "memory", "daemon", "supervisor", "switch", "start")
+# Named only: they take long, or other machines.
+MORE_SECTIONS = ("worker", "takeovers", "ledger")
 START_TIMEOUT_S = 150.0
 DAEMON_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 60.0
@@ -54,6 +56,9 @@ LIMITS = {
     "kill_median_s": (0.7, "SIGKILL to next token, median"),
     "kill_worst_s": (1.5, "SIGKILL to next token, worst"),
     "kill_refused": (0, "connections refused"),
+    "takeovers_worst_s": (1.5, "takeovers one after the other, worst"),
+    "takeovers_refused": (0, "the same, connections refused"),
+    "worker_worst_s": (1.5, "SIGKILL of one worker to next token, worst"),
     "daemon_worst_s": (1.5, "the same, daemon killed too, worst"),
     "supervisor_worst_s": (3.0, "the same, supervisor killed too, worst"),
     "restart_gap_s": (0.7, "rolling restart, gap from the last old answer"),
@@ -228,10 +233,11 @@ class Bench:
     """One model, its daemon, its service."""
 
     def __init__(
-        self, work: Path, device: str, models: list[Path], arguments: dict[str, Any]
+        self, work: Path, devices: list[str], models: list[Path], arguments: dict[str, Any]
     ) -> None:
         self.work = work
-        self.device = device
+        self.devices = devices
+        self.device = devices[0]
         self.models = models
         self.arguments = arguments
         self.sockets = work / "run"
@@ -276,7 +282,8 @@ class Bench:
                 str(self.models[0]),
             ]
             command += ["--weight-cache-socket-dir", str(self.sockets), "--skip-tokenizer-init"]
-        visible = {"CUDA_VISIBLE_DEVICES": self.device} if self.on_gpu else {}
+            command += ["--tensor-parallel-size", str(len(self.devices))]
+        visible = {"CUDA_VISIBLE_DEVICES": self._visible()} if self.on_gpu else {}
         self.daemon = Process(command, self.work / "daemon.log", **visible)
         until(self._served, "the daemon serves", timeout_s=DAEMON_TIMEOUT_S, poll_s=0.2)
         say(f"daemon serves after {time.time() - began:.1f} s")
@@ -293,9 +300,10 @@ class Bench:
             self.daemon.end()
             self.daemon = None
 
-    def daemon_pid(self) -> int:
-        """The process that holds the device's lock."""
-        return int((self.sockets / f"{self.device}.lock").read_text())
+    def kill_daemons(self) -> None:
+        """End the processes that hold the devices' locks."""
+        for device in self.devices:
+            os.kill(int((self.sockets / f"{device}.lock").read_text()), signal.SIGKILL)
 
     def write_manifest(self, *, standby: int = 1, **changed: Any) -> None:
         """Services a and b; `changed` are arguments of both."""
@@ -303,7 +311,8 @@ class Bench:
         for number, path in enumerate(self.models):
             name = "ab"[number]
             engine = {"model": str(path), "skip_tokenizer_init": True}
-            models.append({"name": name, "devices": [self.device], "engine": engine})
+            engine |= {"tensor_parallel_size": len(self.devices)}
+            models.append({"name": name, "devices": self.devices, "engine": engine})
             arguments = {**self.arguments, "served_model_name": ["bench"], **changed}
             engines.append(
                 {
@@ -406,9 +415,8 @@ class Bench:
         import pynvml
 
         pynvml.nvmlInit()
-        return int(
-            pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(self.device)).used
-        )
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(device) for device in self.devices]
+        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
 
     def steady_bytes(self) -> int:
         """Used device memory, once it does not change."""
@@ -449,7 +457,9 @@ class Bench:
             "start_service_s": service,
             "start_standby_s": standby,
             "start_ratio": statistics.median(service) / statistics.median(direct),
-            "phases_direct": phases((self.work / "direct.log").read_text(errors="replace")),
+            "phases_direct": phases(
+                (self.work / "direct-ipc_cache.log").read_text(errors="replace")
+            ),
             "phases_service": phases((self.work / "service-a.log").read_text(errors="replace")),
         }
 
@@ -458,8 +468,68 @@ class Bench:
         found = re.findall(rf"engine={number} parked service=\w+ after=([0-9.]+)s", log)
         return float(found[-1]) if found else 0.0
 
-    def _start_directly(self, port: int) -> float:
-        loader = json.dumps({"socket_dir": str(self.sockets)})
+    def section_ledger(self, count: int) -> None:
+        """First starts from disk, with vLLM's own preload, with `ipc_cache`, and by the service.
+
+        In turns. Before the first two nothing of ours is resident.
+        """
+        ways = ("disk", "preload", "ipc_cache", "service")
+        seen: dict[str, list[float]] = {way: [] for way in ways}
+        self.stop_services()
+        self.write_manifest()
+        for n in range(count):
+            if n and time.monotonic() > self.deadline:
+                break
+            self.stop_daemon()
+            self.steady_bytes()
+            seen["disk"].append(self._start_directly(self.port + 2, "disk"))
+            with self._peer() as options:
+                seen["preload"].append(self._start_directly(self.port + 2, "preload", **options))
+            self.start_daemon()
+            seen["ipc_cache"].append(self._start_directly(self.port + 2))
+            began = time.time()
+            self.start_service()
+            self.until_serving()
+            complete(self.port)
+            seen["service"].append(time.time() - began)
+            self.stop_services()
+            say(f"ledger {n + 1}: " + ", ".join(f"{way} {seen[way][-1]:.1f} s" for way in ways))
+        logs = {way: self.work / f"direct-{way}.log" for way in ways[:3]}
+        logs["service"] = self.work / "service-a.log"
+        self.results["ledger"] = {
+            way: {
+                "start_s": [round(value, 1) for value in seen[way]],
+                "median_s": round(statistics.median(seen[way]), 1),
+                **phases(logs[way].read_text(errors="replace")),
+            }
+            for way in ways
+            if seen[way]
+        }
+
+    @contextlib.contextmanager
+    def _peer(self) -> Iterator[dict[str, Any]]:
+        """vLLM's own preload, which keeps the weights; options for its engine."""
+        sockets = self.work / "peer"
+        sockets.mkdir(mode=0o700, exist_ok=True)
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "preload"]
+        command += ["--model", str(self.models[0]), "--skip-tokenizer-init"]
+        command += ["--weight-cache-socket-dir", str(sockets)]
+        # Our plug-in would take its load format.
+        without_us = {"VLLM_PLUGINS": "", "CUDA_VISIBLE_DEVICES": self._visible()}
+        peer = Process(command, self.work / "peer.log", **without_us)
+        try:
+            until(lambda: "Weight cache daemon READY" in peer.tail(), "vllm preload serves",
+                  timeout_s=DAEMON_TIMEOUT_S, poll_s=0.1)  # fmt: skip
+            yield {"sockets": sockets, "VLLM_PLUGINS": ""}
+        finally:
+            peer.end(timeout_s=20)
+            self.steady_bytes()
+
+    def _start_directly(
+        self, port: int, way: str = "ipc_cache", *, sockets: Path | None = None, **env: str
+    ) -> float:
+        loader = json.dumps({"socket_dir": str(sockets or self.sockets)})
+        log = self.work / f"direct-{way}.log"
         command = [
             sys.executable,
             "-m",
@@ -467,14 +537,16 @@ class Bench:
             "--model",
             str(self.models[0]),
         ]
-        command += ["--load-format", "ipc_cache", "--model-loader-extra-config", loader]
+        if way != "disk":
+            command += ["--load-format", "ipc_cache", "--model-loader-extra-config", loader]
+        command += ["--tensor-parallel-size", str(len(self.devices))]
         command += ["--served-model-name", "bench", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--skip-tokenizer-init"]
         for key, value in self.arguments.items():
             option = f"--{key.replace('_', '-')}"
             command += [option] if value is True else [option, str(value)]
-        (self.work / "direct.log").unlink(missing_ok=True)
-        server = Process(command, self.work / "direct.log", CUDA_VISIBLE_DEVICES=self._visible())
+        log.unlink(missing_ok=True)
+        server = Process(command, log, CUDA_VISIBLE_DEVICES=self._visible(), **env)
 
         def answered() -> bool:
             if server.process.poll() is not None:
@@ -492,7 +564,7 @@ class Bench:
             self.steady_bytes()
 
     def _visible(self) -> str:
-        return self.device if self.on_gpu else ""
+        return ",".join(self.devices) if self.on_gpu else ""
 
     def section_kill(self, kills: int) -> None:
         """SIGKILL of the serving engine, each time with a standby that was started beside it."""
@@ -500,7 +572,7 @@ class Bench:
 
     def section_daemon(self, kills: int) -> None:
         """The same, the weight daemon killed in the same second."""
-        self._kills("daemon", kills, lambda: os.kill(self.daemon_pid(), signal.SIGKILL))
+        self._kills("daemon", kills, self.kill_daemons)
 
     def section_supervisor(self, kills: int) -> None:
         """The same, the supervisor killed in the same second, and started again as systemd does."""
@@ -513,8 +585,15 @@ class Bench:
 
         self._kills("supervisor", kills, kill)
 
-    def _kills(self, name: str, kills: int, also: Callable[[], None]) -> None:
-        status = self.ready_service()
+    def section_worker(self, kills: int) -> None:
+        """SIGKILL of one worker of an engine with several."""
+        self._kills("worker", kills, lambda: None, victim=_worker_of)
+
+    def _kills(
+        self, name: str, kills: int, also: Callable[[], None], *, victim: Callable[[int], int] = int
+    ) -> None:
+        """victim: the process to kill, by the engine's first process."""
+        self.ready_service()
         tokens = complete(self.port, tokens=16)
         times: list[float] = []
         equal = True
@@ -522,17 +601,11 @@ class Bench:
             for n in range(kills):
                 if time.monotonic() > self.deadline:
                     break
-                status = self.until_serving(standby=True)
-                time.sleep(0.3)
-                at = time.time()
-                os.kill(status["pid"], signal.SIGKILL)
-                also()
-                times.append(clients.first_after(at))
+                status, took = self._kill_once(clients, also, victim)
+                times.append(took)
                 equal = equal and complete(self.port, tokens=16) == tokens
                 parked = self._parked_after(status["generation"])
-                say(
-                    f"{name} {n + 1}: next token after {times[-1]:.3f} s (standby took {parked:.1f} s)"
-                )
+                say(f"{name} {n + 1}: next token after {took:.3f} s (standby took {parked:.1f} s)")
         facts = next(e["facts"] for e in status["engines"] if e["state"] == "serving")
         self.results |= {
             f"{name}_s": times,
@@ -543,6 +616,55 @@ class Bench:
             f"{name}_tokens_equal": equal,
             "kv_gib": round(facts.get("kv_cache_bytes", 0) / GIB, 1),
             "kv_blocks": facts.get("kv_blocks"),
+        }
+
+    def _kill_once(
+        self, clients: Clients, also: Callable[[], None], victim: Callable[[int], int] = int
+    ) -> tuple[dict[str, Any], float]:
+        """The status before, and seconds from SIGKILL to the next answer."""
+        status = self.until_serving(standby=True)
+        time.sleep(0.3)
+        pid = victim(status["pid"])
+        at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        also()
+        return status, clients.first_after(at)
+
+    def section_takeovers(self, seconds: float) -> None:
+        """Takeovers one after the other: what one leaves behind would add up."""
+        self.ready_service()
+        tokens = complete(self.port, tokens=16)
+        until_s = time.monotonic() + seconds
+        times: list[float] = []
+        seen = [self._footprint()]
+        equal = True
+        with Clients(self.port) as clients:
+            while time.monotonic() < min(until_s, self.deadline):
+                times.append(self._kill_once(clients, lambda: None)[1])
+                self.until_serving(standby=True)
+                equal = equal and complete(self.port, tokens=16) == tokens
+                seen.append(self._footprint())
+                say(f"takeover {len(times)}: {times[-1]:.3f} s, {seen[-1]}")
+        self.results |= {
+            "takeovers_s": times,
+            "takeovers_worst_s": max(times),
+            "takeovers_refused": len(clients.refused),
+            "takeovers_failed": len(clients.failed),
+            "takeovers_tokens_equal": equal,
+            "footprint_first": seen[min(1, len(seen) - 1)],
+            "footprint_last": seen[-1],
+        }
+
+    def _footprint(self) -> dict[str, int]:
+        """What the service has of the machine, with one engine serving and one parked."""
+        supervisor = self.services["a"].pid
+        processes = _descendants(supervisor)
+        return {
+            "processes": len(processes),
+            "supervisor_kib": _resident_kib(supervisor),
+            "supervisor_fds": len(os.listdir(f"/proc/{supervisor}/fd")),
+            "device_mib": self.steady_bytes() >> 20,
+            "sockets_in_tmp": len(list(self.sockets.rglob("*.sock"))),
         }
 
     def section_restart(self, clients: int) -> None:
@@ -620,6 +742,36 @@ _PHASES = {
 }
 
 
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat after the name: state, parent, group, session, …"""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return []
+
+
+def _processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]
+
+
+def _descendants(pid: int) -> list[int]:
+    parents = {child: int(stat[1]) for child in _processes() if (stat := _stat(child))}
+    found = [pid]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]
+
+
+def _resident_kib(pid: int) -> int:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.partition("VmRSS:")[2].split()[0])
+
+
+def _worker_of(pid: int) -> int:
+    """The last worker of the engine whose first process this is."""
+    names = {child: Path(f"/proc/{child}/comm").read_text() for child in _descendants(pid)}
+    return max(child for child, name in names.items() if "Worker" in name)
+
+
 def phases(log: str) -> dict[str, float]:
     """Seconds by phase, as vLLM's own lines have them; the last of each counts."""
     found = {name: re.findall(pattern, log) for name, pattern in _PHASES.items()}
@@ -636,7 +788,9 @@ def table(results: dict[str, Any]) -> list[str]:
             lines.append(f"{what:52} {limit:>8} {seen:>9.3f}{mark}")
     for name in ("kv_gib", "kv_blocks", "start_direct_s", "start_service_s", "start_standby_s", "kill_s",
                  "daemon_s", "supervisor_s", "switch_s", "kill_failed", "kill_tokens_equal",
-                 "phases_direct", "phases_service", "nursery_failed", "errors"):  # fmt: skip
+                 "takeovers_s", "takeovers_failed", "takeovers_tokens_equal", "footprint_first",
+                 "footprint_last", "worker_s", "ledger", "phases_direct", "phases_service", "nursery_failed",
+                 "errors"):  # fmt: skip
         if name in results:
             lines.append(f"{name}: {results[name]}")
     return lines
@@ -669,6 +823,13 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
     say(f"{path} made in {time.time() - began:.1f} s")
 
 
+def devices_of(device: str | None, count: int) -> list[str]:
+    """cpu0, cpu1, …; or the GPU of that name; or the first GPUs."""
+    if device == "cpu0":
+        return [f"cpu{n}" for n in range(count)]
+    return [device] if device else [gpu.uuid for gpu in list_gpus()[:count]]
+
+
 @click.command()
 @click.option(
     "--model", type=click.Path(path_type=Path), required=True, help="Directory of the checkpoint."
@@ -678,7 +839,9 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
     "--make", "shape", type=click.Choice(list(SHAPES)), help="Make them if they are missing."
 )
 @click.option("--device", default=None, help="GPU-<uuid> or cpu0.  [default: the first GPU]")
-@click.option("--sections", default=",".join(SECTIONS), show_default=True)
+@click.option(
+    "--sections", default=",".join(SECTIONS), show_default=True, help=f"Also {MORE_SECTIONS}."
+)
 @click.option(
     "--budget", default=3600.0, show_default=True, help="Seconds after which nothing is begun."
 )
@@ -686,6 +849,10 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
 @click.option("--kills", default=10, show_default=True)
 @click.option(
     "--few", default=3, show_default=True, help="Kills of daemon and supervisor, and switches."
+)
+@click.option("--seconds", default=540.0, show_default=True, help="Time for takeovers.")
+@click.option(
+    "--tensor-parallel", default=1, show_default=True, help="So many devices, from the first."
 )
 @click.option("--clients", default=8, show_default=True)
 @click.option("--arguments", default="{}", help="More arguments of vllm serve, as JSON.")
@@ -696,7 +863,7 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
 def main(
     *, model: Path, second: Path | None, shape: str | None, device: str | None, sections: str, starts: int,
     kills: int, few: int, clients: int, arguments: str, out: Path | None, logs: Path | None, keep: bool, nursery: bool,
-    budget: float,
+    budget: float, seconds: float, tensor_parallel: int,
 ) -> None:  # fmt: skip
     """Measure one engine service."""
 
@@ -705,16 +872,16 @@ def main(
 
     # A time limit also ends the started processes.
     signal.signal(signal.SIGTERM, stop)
-    device = device or list_gpus()[0].uuid
+    devices = devices_of(device, tensor_parallel)
     wanted = sections.split(",")
     models = [model] + ([second] if second and "switch" in wanted else [])
     if shape:
-        on_gpu = not device.startswith("cpu")
+        on_gpu = device != "cpu0"
         make_model(model, shape, seed=0, on_gpu=on_gpu)
         if len(models) > 1:
             make_model(models[1], "1b" if on_gpu else "tiny", seed=1, on_gpu=on_gpu)
     with workplace(keep) as work:
-        bench = Bench(work, device, models, json.loads(arguments))
+        bench = Bench(work, devices, models, json.loads(arguments))
         bench.nursery = nursery
         bench.deadline = time.monotonic() + budget
         work_of: dict[str, Callable[[], None]] = {
@@ -724,6 +891,9 @@ def main(
             "supervisor": lambda: bench.section_supervisor(few),
             "restart": lambda: bench.section_restart(clients),
             "memory": bench.section_memory,
+            "worker": lambda: bench.section_worker(few),
+            "takeovers": lambda: bench.section_takeovers(seconds),
+            "ledger": lambda: bench.section_ledger(starts),
             "switch": lambda: bench.section_switch(2 * few),
         }
         try:

@@ -273,14 +273,25 @@ class Rows:
         self.results.append(result)
         print(line_of(result), flush=True)
 
+    def without_us(self) -> None:
+        """The measure of the other rows: vLLM alone, without and with a startup plan of its own."""
+        plain = {"load_format": "auto", "model_loader_extra_config": {}}
+        self.run("p1", "plain vLLM", lambda: self._alone("p1", "8b", plan=True, **plain))
+        self.run(
+            "p2",
+            "plain vLLM, with the plan that (p1) saved",
+            lambda: self._alone("p2", "8b", plan=True, **plain),
+        )
+
     def _engine(
         self, name: str, model_name: str, *, kill: int = 0, plan: bool = False,
         loader: dict[str, Any] | None = None, **engine: Any,
     ) -> Engine:  # fmt: skip
         options = {"socket_dir": str(self._daemon.runtime), **(loader or {})}
+        ours = {"load_format": "ipc_cache", "model_loader_extra_config": options}
         return Engine(
             self._directory / f"{name}.log", self._plans if plan else {}, kill=kill,
-            model=str(self._paths[model_name]), load_format="ipc_cache", model_loader_extra_config=options, **engine,
+            model=str(self._paths[model_name]), **(ours | engine),
         )  # fmt: skip
 
     def _alone(self, name: str, model_name: str, **engine: Any) -> dict[str, Any]:
@@ -417,6 +428,7 @@ def main(
         daemon = Daemon(directory, device, entries[:1])
         stack.callback(daemon.close)
         every = Rows(daemon, directory, paths, set(filter(None, rows.split(","))))
+        every.without_us()
         try:
             daemon.start()
             print(f"8b resident after {time.monotonic() - began:.0f} s", flush=True)

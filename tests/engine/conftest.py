@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(here):
             # It starts engines, or imports vLLM.
             item.add_marker(pytest.mark.slow)
+    # Two engines at a time want both cores: not beside `make unit`, which ends before.
+    items.sort(key=lambda item: item.path == here / "test_engine_service.py")
 
 
 class Engines:

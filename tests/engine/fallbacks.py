@@ -61,6 +61,8 @@ from weightcached.wire.messages import (
 
 CACHE = "tiny/target"
 NOBODY = 65534
+# Above what any machine needs: a busy one must not fail for another reason than the case brings about.
+PATIENCE_S = 30.0
 
 
 def handing_out(**index: Any) -> Script:
@@ -149,8 +151,8 @@ class Process:
 
         options = {
             "socket_dir": str(self.directory),
-            "connect_timeout_s": 0.3,
-            "state_timeout_s": 5.0,
+            "connect_timeout_s": PATIENCE_S,
+            "state_timeout_s": PATIENCE_S,
         } | options
         load = dataclasses.replace(
             self.config.load_config, load_format="ipc_cache", model_loader_extra_config=options

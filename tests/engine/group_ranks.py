@@ -31,7 +31,7 @@ def load(job: Any, meeting: Any) -> dict[str, list[Any]]:
         found = digests(
             solo_rank.load_for_stage(config, model_config, "loaded", lambda nbytes: None)
         )
-        peers.meet("loaded")
+        peers.part("loaded")
         return found
 
 

@@ -108,7 +108,12 @@ REASONS: dict[str, tuple[str, str, str]] = {
 # Processor time tells, however busy the machine is; the wait is bounded too.
 CPU_LIMIT_S = 2.0
 WALL_LIMIT_S = 20.0
-OPTIONS: dict[str, dict[str, Any]] = {"loading": {"state_timeout_s": 0.3}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "loading": {"state_timeout_s": 0.3},
+    "silent-greeting": {"connect_timeout_s": 0.3},
+    "absent-daemon": {"connect_timeout_s": 0.3},
+    "dead-daemon": {"connect_timeout_s": 0.3},
+}
 # Other log lines: the progress of a load, and the traceback of an unexpected error.
 BESIDE = {"waiting for tiny/target: weights, 0.0 of 0.0 MiB", "attaching failed"}
 

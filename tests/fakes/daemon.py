@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import select
 import shlex
 import shutil
 import signal
@@ -21,6 +22,7 @@ from typing import Any, Self
 import yaml
 
 from tests.fakes.client import Client
+from weightcached.system.fds import OwnedFd
 from weightcached.wire.messages import StatusReply
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +165,8 @@ class DaemonProcess:
         # Run by this, e.g. in a namespace of its own.
         self.prefix: list[str] = []
         self.limits: dict[int, tuple[int, int]] = {}
+        # Children of killed daemons, which the kernel ends a moment later.
+        self._orphans: list[OwnedFd] = []
         if models is not None:
             write_manifest(self.manifest, models)
 
@@ -261,6 +265,8 @@ class DaemonProcess:
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process
+        if number == signal.SIGKILL:
+            self._orphans += [opened for pid in tree_of(self.pid) if (opened := open_process(pid))]
         self.process.send_signal(number)
 
     def wait(self) -> int:
@@ -283,11 +289,68 @@ class DaemonProcess:
         return found
 
     def close(self) -> None:
+        """End the daemon and all that it has started: the test's directory goes next."""
         if self.process is not None and self.process.poll() is None:
-            self.process.kill()
+            # Stopped first: what it starts after we have looked would outlive it for a moment.
+            stop_tree(self.pid)
+            self.signal(signal.SIGKILL)
             self.process.wait()
+        end_processes(self._orphans)
         if self.manager is not None:
             self.manager.close()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that it has started, by any of its threads."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def tree_of(pid: int) -> list[int]:
+    """Its children, and theirs."""
+    return [each for child in children_of(pid) for each in (child, *tree_of(child))]
+
+
+def stop_tree(pid: int) -> None:
+    """SIGSTOP to a process and, once it cannot start more, to its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: state_of(pid) in "tTZX", f"{pid} is stopped")
+    for child in children_of(pid):
+        stop_tree(child)
+
+
+def state_of(pid: int) -> str:
+    """The letter of proc_pid_stat(5), of the slowest thread; X for one that is gone."""
+    letters = ["X"]
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            # A thread that ends meanwhile is no matter.
+            with contextlib.suppress(OSError):
+                letters.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return min(letters, key="RSDIPWtTZX".index)
+
+
+def open_process(pid: int) -> OwnedFd | None:
+    try:
+        return OwnedFd(os.pidfd_open(pid))
+    except OSError:
+        return None
+
+
+def end_processes(processes: list[OwnedFd]) -> None:
+    """Kill them, and wait until each has ended."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
+    for process in processes:
+        with process:
+            ended, _, _ = select.select([process], [], [], BOUND_S)
+            assert ended, "a killed process does not end"
+    processes.clear()
 
 
 def loaders_of(pid: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import os
 import re
@@ -21,7 +22,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests import limits
 from tests.fakes.checkpoints import key_of
-from tests.fakes.client import Client
 from tests.fakes.daemon import (
     BOUND_S,
     ROOT,
@@ -29,6 +29,7 @@ from tests.fakes.daemon import (
     ManagerSocket,
     environment,
     model,
+    until,
     write_manifest,
 )
 from tests.process.test_preload import Launcher as PreloadLauncher
@@ -36,6 +37,7 @@ from tests.process.test_preload import launch
 from weightcached.wire.messages import (
     Attach,
     Done,
+    Evict,
     Fallback,
     Mismatch,
     Release,
@@ -182,6 +184,18 @@ def test_health_is_good_while_an_engine_has_a_copy_of_its_own(
         engine.attach(key_of({"model": str(checkpoint)})).close()
         engine.expect(Release(), Done)
     assert exporter().get("/health") == (200, "ready: 0 caches\n")
+
+
+def test_health_is_good_while_models_on_demand_are_not_resident(
+    make_daemon: Launcher, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    entries = [model("tiny", checkpoint), {**model("rare", checkpoint), "resident": "on-demand"}]
+    daemon = make_daemon(entries).start()
+    node = exporter()
+    assert node.get("/health") == (200, "ready: 1 cache\n")
+    samples = node.samples()
+    assert samples["weightcached_cache_state", "cpu0", "rare", "target", "evicted"] == 1
+    assert daemon.status().state == "ready"
 
 
 @pytest.mark.timed
@@ -347,29 +361,75 @@ def test_preload_with_a_port_in_use_ends_with_the_exporters_status(
     )
 
 
-def test_exporter_ends_in_order_and_knows_two_paths(
+def test_page_shows_what_a_real_daemon_serves_and_then_that_it_is_gone(
+    make_daemon: Launcher, checkpoint: Path, exporter: Callable[..., Exporter]
+) -> None:
+    bad = model("bad", checkpoint, x_fault="refuse-in-packing")
+    daemon = make_daemon([model("good", checkpoint), bad]).start()
+    node = exporter()
+    status, text = node.get("/")
+    assert status == 200
+    (error,) = [cache.error for cache in daemon.status().caches if cache.name == "bad/target"]
+    for shown in ("good/target", "3.0 MiB", f"daemon pid {daemon.pid}", " ".join(error.split())):
+        assert html.escape(shown, quote=False) in text, shown
+    daemon.stop()
+    until(lambda: "no weightcached daemon listens on" in node.get("/")[1], "the page says so")
+
+
+def test_exporter_ends_in_order_and_knows_three_paths(
     daemon: DaemonProcess, exporter: Callable[..., Exporter]
 ) -> None:
     node = exporter()
-    assert node.get("/") == (404, "unknown path: try /health or /metrics\n")
+    assert node.get("/x") == (404, "unknown path: try /, /health or /metrics\n")
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(BOUND_S) == 0
 
 
-def test_dashboard_asks_only_for_metrics_that_exist(
-    daemon: DaemonProcess, checkpoint: Path, exporter: Callable[..., Exporter]
+def test_metrics_count_hits_evictions_and_restores(
+    make_daemon: Launcher, checkpoint: Path, short_tmp: Path, exporter: Callable[..., Exporter]
 ) -> None:
+    daemon = make_daemon([])
+    snapshots = {"dir": str(short_tmp / "snapshots")}
+    write_manifest(daemon.manifest, [model("tiny", checkpoint)], snapshots=snapshots)
+    daemon.start()
     node = exporter()
+    daemon.until(lambda status: status.caches[0].snapshot == "written", "a snapshot")
+    with daemon.client("ctl") as tool:
+        tool.expect(Evict(cache="tiny/target"), Done)
     with daemon.client() as engine:
-        engine.attach(key_of({"model": str(checkpoint)})).close()
-    with Client.welcome(daemon.socket) as stranger:
-        stranger.ask(Attach(key=key_of({"model": str(checkpoint), "dtype": "float16"})))
-        stranger.ask(Fallback(reason="key-mismatch"))
-    known = {name for name, *_ in node.samples()}
+        # Restored for the first, there for the second.
+        for _ in range(2):
+            engine.attach(key_of({"model": str(checkpoint)})).close()
+    samples = node.samples()
+    tiny = ("cpu0", "tiny", "target")
+    assert samples["weightcached_evictions_total", *tiny] == 1
+    assert samples["weightcached_restore_seconds_count", *tiny] == 1
+    assert samples["weightcached_attach_hits_total", *tiny] == 1
+
+
+def test_dashboard_asks_for_every_metric_and_for_no_other(
+    exporter: Callable[..., Exporter],
+) -> None:
+    # Each is described, also without a value.
+    suffixes = {"counter": ["_total"], "summary": ["_count", "_sum"], "gauge": [""]}
+    known = {
+        family.name + suffix
+        for family in text_string_to_metric_families(exporter().get("/metrics")[1])
+        for suffix in suffixes[family.type]
+    }
     dashboard = json.loads((ROOT / "docs/grafana.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(expressions) >= 10
     asked = {
         name for expression in expressions for name in re.findall(r"weightcached_\w+", expression)
     }
-    assert asked == known - {"weightcached_attach_seconds_created"}
+    assert asked == known
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places) == len({panel["id"] for panel in dashboard["panels"]})
+
+
+def test_page_of_operations_lists_every_metric(exporter: Callable[..., Exporter]) -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    rows = re.findall(r"^\| `(weightcached_\w+)`", page, re.M)
+    families = text_string_to_metric_families(exporter().get("/metrics")[1])
+    suffixes = {"counter": "_total", "summary": "_count", "gauge": ""}
+    assert sorted(rows) == sorted(family.name + suffixes[family.type] for family in families)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 
 from tests.fakes.checkpoints import WEIGHTS, key_of, write_checkpoint
 from tests.fakes.client import Client
-from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
+from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
 from weightcached.wire.messages import CacheStatus, Drop, Progress, Reload, ReloadReply
 
 Launcher = Callable[..., DaemonProcess]
@@ -66,6 +69,16 @@ class Machine:
                 return b"".join(os.pread(fd.fileno(), 1 << 30, 0) for fd in segments)
             finally:
                 handout.close()
+
+    def ctl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run weightcachectl for this daemon."""
+        return subprocess.run(
+            [sys.executable, "-m", "weightcached.cli.weightcachectl", *arguments],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 @pytest.fixture
@@ -149,6 +162,73 @@ def test_other_engine_arguments_are_loaded(machine: Machine) -> None:
     machine.start()
     assert (machine.cache.source, machine.loads) == ("loaded", 2)
     assert "its spec_digest is" in machine.daemon.log
+
+
+@pytest.mark.slow
+def test_a_snapshot_is_written_on_request_and_only_once(machine: Machine) -> None:
+    write_manifest(
+        machine.daemon.manifest, [model("tiny", machine.checkpoint, x_spawns=str(machine.spawns))]
+    )
+    machine.daemon.env["XDG_CACHE_HOME"] = str(machine.snapshots.parent)
+    machine.start()
+    assert machine.cache.snapshot == ""
+    socket_dir = f"--socket-dir={machine.daemon.runtime}"
+    for arguments in (["tiny"], ["--all"]):
+        done = machine.ctl("snapshot", *arguments, socket_dir)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [
+            "cpu0 tiny/target: the snapshot is there",
+            "starts do not use it: the manifest has no key snapshots; 'snapshots: {}' is enough",
+        ]
+    machine.snapshots = machine.snapshots.parent / "weightcached" / "snapshots"
+    path = machine.written()
+    before = (path / "header").stat().st_mtime_ns
+    # With the key it is used, and not written again.
+    machine.manifest()
+    machine.reboot()
+    assert (machine.cache.source, machine.loads) == ("restored", 1)
+    assert machine.ctl("snapshot", "tiny/target", socket_dir).returncode == 0
+    assert (path / "header").stat().st_mtime_ns == before
+    # It was removed, and the daemon's memory of having written it must not count.
+    shutil.rmtree(path)
+    assert machine.ctl("snapshot", "tiny", socket_dir).returncode == 0
+    assert (path / "header").exists()
+
+
+def test_what_is_not_served_has_no_snapshot_written(machine: Machine) -> None:
+    machine.start()
+    machine.written()
+    socket_dir = f"--socket-dir={machine.daemon.runtime}"
+    with machine.daemon.client("ctl") as client:
+        client.ask(Drop(cache="tiny/target"))
+    done = machine.ctl("snapshot", "tiny", socket_dir)
+    assert done.returncode == 1
+    assert "cpu0 tiny/target: tiny/target is not served: its state is released" in done.stderr
+
+
+@pytest.mark.slow
+def test_explain_says_whether_a_snapshot_was_used_and_why_not(machine: Machine) -> None:
+    def told() -> str:
+        done = machine.ctl("explain", "tiny", f"--socket-dir={machine.daemon.runtime}")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    machine.start()
+    path = machine.written()
+    assert f"snapshot at the last load: none in {path.parent}\n" in told()
+    assert "snapshot of this generation: written\n" in told()
+    machine.reboot()
+    assert f"snapshot at the last load: restored from {path}\n" in told()
+    (path / "data").write_bytes(b"x" * (path / "data").stat().st_size)
+    machine.reboot()
+    assert f"snapshot at the last load: not used: {path}: {path}/data: the 1572864 bytes" in told()
+    machine.written()
+    machine.manifest(dtype="float16")
+    machine.reboot()
+    assert f"not used: {path}: its spec_digest is " in told()
+    with machine.daemon.client("ctl") as client:
+        reload(client, force=True)
+    assert "snapshot at the last load: not looked for: 'reload --force' always loads\n" in told()
 
 
 def reload(client: Client, *, force: bool = False) -> None:

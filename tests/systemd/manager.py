@@ -57,7 +57,11 @@ class PrivateManager:
     def env(self) -> dict[str, str]:
         """The environment in which `systemctl --user` reaches this manager."""
         env = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-        own = {"XDG_RUNTIME_DIR": str(self.runtime_dir), "XDG_CONFIG_HOME": str(self.config_dir)}
+        own = {
+            "XDG_RUNTIME_DIR": str(self.runtime_dir),
+            "XDG_CONFIG_HOME": str(self.config_dir),
+            "XDG_DATA_HOME": str(self.runtime_dir / "data"),
+        }
         return {**env, **self._extra_env, **own}
 
     @property

@@ -10,10 +10,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.fakes.models import an_index
+from tests.fakes.stub_daemon import StubDaemon, cache, status
 from weightcached.cli.weightcachectl import main
 from weightcached.index import tensors as index_format
 from weightcached.segments.host import HostBackend
 from weightcached.snapshot import writer
+from weightcached.wire.messages import Done, Message, Progress, Refused, Request, WriteSnapshot
 
 Ctl = Callable[..., Result]
 
@@ -89,9 +91,55 @@ def test_rm_says_where_it_found_none(ctl: Ctl, tmp_path: Path) -> None:
     assert f"{tmp_path}/snapshots has no snapshot of c" in result.stderr
 
 
-def test_without_the_key_the_way_to_have_them_is_named(ctl: Ctl, tmp_path: Path) -> None:
+def test_without_the_key_the_default_directory_is_looked_at(
+    ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = tmp_path / "config" / "weightcached" / "manifest.yaml"
     manifest.write_text(manifest.read_text().partition("snapshots:")[0])
-    result = ctl("list")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    snapshot_of(tmp_path / "cache" / "weightcached" / "snapshots", "a/target")
+    assert ctl("list").stdout.splitlines()[-1] == "1 snapshots, 4 KiB"
+
+
+def a_daemon(tmp_path: Path, answer: Callable[[str], list[Message]]) -> StubDaemon:
+    """A daemon of cpu0 that serves a/target and lacks b/target; `answer`: what it says to write one."""
+
+    def script(request: Request) -> list[Message]:
+        if isinstance(request, WriteSnapshot):
+            return answer(request.cache)
+        manifest = str(tmp_path / "config" / "weightcached" / "manifest.yaml")
+        missing = cache("b/target", generation=0, state="failed")
+        return [status("cpu0", cache("a/target"), missing, manifest=manifest)]
+
+    return StubDaemon(tmp_path / "run" / "cpu0.sock", script)
+
+
+def test_a_word_that_is_no_command_is_a_cache_to_write(ctl: Ctl, tmp_path: Path) -> None:
+    progress = Progress(cache="a/target", phase="writing the snapshot")
+    with a_daemon(tmp_path, lambda name: [progress, progress, Done()]) as daemon:
+        result = ctl("a", "--socket-dir", str(tmp_path / "run"))
+    assert result.stdout == "cpu0 a/target: the snapshot is there\n"
+    assert result.stderr == "cpu0 a/target: writing the snapshot\n"
+    assert result.exit_code == 0
+    assert daemon.requests[-1] == WriteSnapshot(cache="a/target")
+
+
+def test_all_that_is_served_is_written(ctl: Ctl, tmp_path: Path) -> None:
+    with a_daemon(tmp_path, lambda name: [Done()]):
+        result = ctl("--all", "--socket-dir", str(tmp_path / "run"))
+    assert result.stdout == "cpu0 a/target: the snapshot is there\n"
+
+
+def test_a_refusal_is_said_and_fails(ctl: Ctl, tmp_path: Path) -> None:
+    refused = Refused(code="snapshot", message="no room for a snapshot of 7 bytes")
+    with a_daemon(tmp_path, lambda name: [refused]):
+        result = ctl("write", "a", "--socket-dir", str(tmp_path / "run"))
+    assert result.stderr == "weightcachectl: cpu0 a/target: no room for a snapshot of 7 bytes\n"
     assert result.exit_code == 1
-    assert f"{manifest} has no key snapshots: write 'snapshots: {{}}'" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["write"], ["a", "--all"], ["--all", "a"]])
+def test_caches_are_named_or_all_are_meant(ctl: Ctl, arguments: list[str]) -> None:
+    result = ctl(*arguments)
+    assert result.exit_code == 2
+    assert "name caches, or say --all" in result.stderr

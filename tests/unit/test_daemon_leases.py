@@ -16,6 +16,7 @@ class Held:
     number: int
     nbytes: int
     cache: str = "m/target"
+    used_s: float = 0.0
 
 
 def test_change_between_looking_and_waiting_is_not_missed() -> None:
@@ -79,3 +80,12 @@ def test_parked_engine_that_neither_unmaps_nor_wakes_is_not_waited_for() -> None
         return asked
 
     assert asyncio.run(main()) == [10, 11]
+
+
+def test_a_generation_is_used_when_an_engine_comes_and_when_it_leaves() -> None:
+    leases = Leases()
+    held = Held(1, 100)
+    lease = leases.begin(held, 11)
+    came_s, held.used_s = held.used_s, 0.0
+    leases.end(lease)
+    assert 0 < came_s <= held.used_s

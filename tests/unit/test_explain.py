@@ -182,6 +182,8 @@ def test_json_has_every_plan_and_every_private_tensor(serve: Callable[..., StubD
         "state": "ready",
         "error": "",
         "refused_at": "",
+        "snapshot": "",
+        "snapshot_use": "",
         "generation": 2,
         "stage": "processed",
         "bytes": 7 << 20,
@@ -252,6 +254,8 @@ def test_refused_model_is_explained_by_the_path_of_its_first_difference(socket: 
         "state": "failed",
         "error": REFUSAL,
         "refused_at": WORKSPACE,
+        "snapshot": "",
+        "snapshot_use": "",
     }
 
 

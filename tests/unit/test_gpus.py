@@ -142,9 +142,13 @@ def test_real_nvml_without_a_driver_is_a_machine_without_gpus() -> None:
 
 def test_nvml_lists_mig_devices_instead_of_their_gpu(nvml: FakeNvml) -> None:
     assert gpus.list_gpus() == [
-        GpuInfo(MIG0, "NVIDIA H200 MIG 1g.18gb", 18 << 30, mig=True, parent=GPU0),
-        GpuInfo(MIG1, "NVIDIA H200 MIG 1g.18gb", 18 << 30, mig=True, parent=GPU0),
-        GpuInfo(GPU1, "NVIDIA A10", 23028 * MIB),
+        GpuInfo(
+            MIG0, "NVIDIA H200 MIG 1g.18gb", 18 << 30, mig=True, parent=GPU0, free_bytes=9 << 30
+        ),
+        GpuInfo(
+            MIG1, "NVIDIA H200 MIG 1g.18gb", 18 << 30, mig=True, parent=GPU0, free_bytes=9 << 30
+        ),
+        GpuInfo(GPU1, "NVIDIA A10", 23028 * MIB, free_bytes=11514 * MIB),
     ]
     assert nvml.open == 0
 

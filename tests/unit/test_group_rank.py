@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,13 @@ def port() -> int:
 
 
 def peers(
-    rank: int, port: int, *, timeout_s: int = 20, nodes: int = 1, host: str = "127.0.0.1"
+    rank: int,
+    port: int,
+    *,
+    timeout_s: int = 20,
+    nodes: int = 1,
+    host: str = "127.0.0.1",
+    waiting: Callable[[], Any] = lambda: None,
 ) -> Peers:
     """One of two ranks, on one node or each on its own."""
     engine: dict[str, Any] = {"model": "m", "tensor_parallel_size": 2}
@@ -36,9 +43,7 @@ def peers(
         device="cpu0", cache="m/target", role="target", generation=1, spec_digest="", engine=engine, rank=rank,
         boot_id="", socket_fd=0,
     )  # fmt: skip
-    return Peers(
-        job, Meeting(host=host, port=port, timeout_s=timeout_s, devices=devices), lambda: None
-    )
+    return Peers(job, Meeting(host=host, port=port, timeout_s=timeout_s, devices=devices), waiting)
 
 
 def both(act: Callable[[int], Any]) -> list[Any]:
@@ -71,6 +76,22 @@ def test_every_rank_hears_what_all_said(port: int) -> None:
         return rank_of_world.meet("here", f"I am {rank}")
 
     assert both(meet) == [["I am 0", "I am 1"]] * 2
+
+
+def test_rank_0_stays_until_a_slow_rank_has_seen_that_all_were_there(port: int) -> None:
+    looks_again = threading.Event()
+
+    def part(rank: int) -> bool:
+        # Rank 1 comes first, and is held up before it looks again for rank 0.
+        rank_of_world = peers(rank, port, waiting=lambda: rank and looks_again.wait())
+        if rank == 0:
+            while not rank_of_world.store.check(["loaded/1"]):
+                time.sleep(0.01)
+            threading.Timer(0.5, looks_again.set).start()
+        rank_of_world.part("loaded")
+        return looks_again.is_set()
+
+    assert both(part) == [True, True]
 
 
 def test_rank_that_does_not_come_is_named_with_its_device(port: int) -> None:

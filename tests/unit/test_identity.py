@@ -666,6 +666,26 @@ def test_the_child_runs_at_the_lowest_priority_if_nobody_waits_for_it(checkpoint
     assert child.returncode == 0
 
 
+def test_the_child_ends_with_the_daemon_that_started_it() -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "command = [sys.executable, '-m', 'weightcached.checkpoint.identity', 'full', '--idle']\n"
+        "print(subprocess.Popen(command, stdin=0).pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as daemon:
+        assert daemon.stdout
+        child = psutil.Process(int(daemon.stdout.readline()))
+        # It has its input's other end in us, so it waits until it is killed.
+        while child.nice() != 19:
+            time.sleep(0.01)
+        daemon.kill()
+        daemon.wait()
+        child.wait(30)
+
+
 def test_importing_identity_brings_no_heavy_module() -> None:
     code = "import sys, weightcached.checkpoint.identity; print(*sys.modules)"
     loaded = subprocess.run(

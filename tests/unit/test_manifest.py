@@ -165,7 +165,9 @@ def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else()
 
 DEVICES = "; 'weightcachectl devices' prints their names"
 
-KNOWN = "known keys: name, devices, engine, python, rendezvous, identity, env"
+KNOWN = (
+    "known keys: name, devices, engine, python, rendezvous, identity, env, resident, idle_evict_s"
+)
 WITH_DRAFT = "{model: CKPT, speculative_config: {method: eagle, model: CKPT}}"
 TWO_NODES = "{model: CKPT, tensor_parallel_size: 2, nnodes: 2, node_rank: 0}"
 DEVICE_HINT = (
@@ -210,7 +212,7 @@ FAULTS = {
     "unknown_top": (
         "version: 1\nmodel: []\n",
         "M:2: model: unknown key (did you mean 'models'?); known keys: version, models, engines, "
-        "snapshots",
+        "snapshots, budget",
     ),
     "duplicate_top": (
         "version: 1\nmodels: []\nversion: 1\n",
@@ -660,3 +662,77 @@ def test_draft_that_is_not_there_stays_wanted(tmp_path: Path) -> None:
     """A served draft is not dropped because its directory is away for a while."""
     engine = {"model": str(tmp_path), "speculative_config": {"model": "/nonexistent/draft"}}
     assert has_cached_draft(engine)
+
+
+@pytest.mark.parametrize(
+    ("value", "on_cpu0", "on_cpu1"),
+    [
+        ("10 GiB", 10 << 30, 10 << 30),
+        ("4096", 4096, 4096),
+        ("{cpu0: 1 TiB, all: 512 MiB}", 1 << 40, 512 << 20),
+        ("{cpu0: 1 MiB}", 1 << 20, 0),
+    ],
+)
+def test_a_budget_is_of_each_device_or_of_the_named_ones(
+    write: Any, value: str, on_cpu0: int, on_cpu1: int
+) -> None:
+    manifest = load_manifest(write(model() + f"budget: {value}\n"))
+    assert (manifest.budget_of("cpu0"), manifest.budget_of("cpu1")) == (on_cpu0, on_cpu1)
+
+
+def test_without_a_budget_there_is_no_limit(write: Any) -> None:
+    assert load_manifest(write(model())).budget_of("cpu0") == 0
+
+
+SIZES = "expected bytes or a size such as 40 GiB"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0", f"budget: {SIZES}, or a mapping from devices to such sizes, got the integer 0"),
+        ("[]", f"budget: {SIZES}, or a mapping from devices to such sizes, got a list"),
+        ("10 GB", f"budget: {SIZES}, or a mapping from devices to such sizes, got '10 GB'"),
+        ("{cpu0: 10 GB}", f"budget.cpu0: {SIZES}, got '10 GB'"),
+        (
+            "{cpux: 10 GiB}",
+            "budget.cpux: 'cpux' is not a device name: expected GPU-<uuid> or MIG-<uuid> as nvidia-smi -L "
+            "prints it, or cpu0 … cpu999 for host memory; 'weightcachectl devices' lists the devices of this "
+            "machine",
+        ),
+    ],
+)
+def test_wrong_budgets_are_refused_by_key(write: Any, value: str, text: str) -> None:
+    assert fault(write(model() + f"budget: {value}\n")) == f"M:6: {text}"
+
+
+def test_models_are_resident_unless_they_are_on_demand(write: Any) -> None:
+    (always,) = load_manifest(write(model())).models
+    lines = "    resident: on-demand\n    idle_evict_s: 1.5\n"
+    (on_demand,) = load_manifest(write(model(lines))).models
+    assert (always.on_demand, always.idle_evict_s) == (False, 0.0)
+    assert (on_demand.on_demand, on_demand.idle_evict_s) == (True, 1.5)
+    # Residence changes no loaded byte.
+    assert always.digest("cpu0") == on_demand.digest("cpu0")
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (
+            ["resident: on_demand"],
+            "resident: expected one of always, on-demand, got 'on_demand' (did you mean 'on-demand'?)",
+        ),
+        (
+            ["idle_evict_s: 60"],
+            "idle_evict_s: a model that is always resident is not evicted: add 'resident: on-demand'",
+        ),
+        (
+            ["idle_evict_s: 0", "resident: on-demand"],
+            "idle_evict_s: expected a number of seconds above 0, got the integer 0",
+        ),
+    ],
+)
+def test_wrong_residence_is_refused_by_key(write: Any, lines: list[str], text: str) -> None:
+    entry = "".join(f"    {line}\n" for line in lines)
+    assert fault(write(model(entry))) == f"M:6: models[0].{text}"

@@ -25,6 +25,7 @@ from weightcached.wire.messages import (
     Done,
     Drop,
     EngineStatus,
+    Evict,
     Failed,
     Fallback,
     FieldMismatch,
@@ -54,6 +55,7 @@ from weightcached.wire.messages import (
     Unmap,
     Verify,
     Welcome,
+    WriteSnapshot,
     decode_loader,
     decode_reply,
     decode_request,
@@ -79,7 +81,9 @@ REQUESTS: list[Message] = [
     Parked(parked=True),
     Reload(caches=["a/target"], force=True),
     Drop(cache="a/target", force=True),
+    Evict(cache="a/target"),
     Verify(cache="a/target"),
+    WriteSnapshot(cache="a/target"),
     Fallback(reason="key-mismatch"),
 ]
 REPLIES: list[Message] = [

@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from weightcached.cli.weightcachectl import main
 from weightcached.errors import InstallError
@@ -24,6 +24,7 @@ MANIFEST = "weightcached/manifest.yaml"
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return tmp_path / "config"
 
 
@@ -236,16 +237,26 @@ def test_directory_in_the_way_is_named(config: Path, commands: Path) -> None:
 
 @pytest.fixture
 def no_manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A systemctl that logs its arguments and answers with the status in `status`."""
+    """A systemctl that logs its arguments and answers with the status in `status`; a bash that finds
+    no page of the user.
+    """
+    monkeypatch.setenv("SHELL", "/bin/bash")
     folder = tmp_path / "path"
     folder.mkdir()
     (folder / "systemctl").write_text(
         f'#!/bin/sh\necho "$@" >> {folder}/log\nexit $(cat {folder}/status)\n'
     )
-    (folder / "systemctl").chmod(0o755)
+    (folder / "manpath").write_text("#!/bin/sh\necho /usr/share/man\n")
+    for name in ("systemctl", "manpath"):
+        (folder / name).chmod(0o755)
     (folder / "status").write_text("1")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
+
+
+def said(result: Result, config: Path) -> str:
+    text = result.stdout.replace(str(config), "CONFIG")
+    return text.replace(str(config.parent / "data"), "DATA")
 
 
 def test_commands_say_what_was_done_and_what_comes_next(
@@ -254,30 +265,36 @@ def test_commands_say_what_was_done_and_what_comes_next(
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(commands))
     written = CliRunner().invoke(main, ["install"])
     assert (written.exit_code, written.stderr) == (0, "")
-    assert written.stdout.replace(str(config), "CONFIG") == (
+    assert said(written, config) == (
         "wrote CONFIG/systemd/user/weightcached@.service\n"
         "wrote CONFIG/systemd/user/weightcached-exporter.service\n"
         "wrote CONFIG/systemd/user/weightcached-engine@.service\n"
         "wrote CONFIG/systemd/user/weightcached.target\n"
         "wrote CONFIG/weightcached/manifest.yaml\n"
+        "wrote manual pages and shell completion, 9 files in DATA\n"
         "no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'\n"
+        "man does not look in DATA/man: export MANPATH=DATA/man:\n"
         "next:\n"
-        "  edit CONFIG/weightcached/manifest.yaml\n"
-        f"  loginctl enable-linger {os.getuid()}\n"
         "  weightcachectl doctor\n"
+        "  weightcachectl add MODEL --start\n"
+        "and for units that run from boot on, without a login:\n"
+        f"  loginctl enable-linger {os.getuid()}\n"
         "  systemctl --user enable weightcached@DEVICE.service\n"
-        "  weightcachectl start DEVICE\n"
     )
     (config / MANIFEST).write_text("mine")
+    with (config.parent / "data/man/man1/weightcachectl.1").open("a") as page:
+        page.write("mine")
     (no_manager / "status").write_text("0")
     removed = CliRunner().invoke(main, ["uninstall"])
     assert (removed.exit_code, removed.stderr) == (0, "")
-    assert removed.stdout.replace(str(config), "CONFIG") == (
+    assert said(removed, config) == (
         "removed CONFIG/systemd/user/weightcached@.service\n"
         "removed CONFIG/systemd/user/weightcached-exporter.service\n"
         "removed CONFIG/systemd/user/weightcached-engine@.service\n"
         "removed CONFIG/systemd/user/weightcached.target\n"
         "kept CONFIG/weightcached/manifest.yaml, which was edited\n"
+        "kept DATA/man/man1/weightcachectl.1, which was edited\n"
+        "removed manual pages and shell completion, 8 files in DATA\n"
     )
     assert (no_manager / "log").read_text().splitlines() == [
         "--user daemon-reload",

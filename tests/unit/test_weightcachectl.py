@@ -28,6 +28,7 @@ from weightcached.wire.messages import (
     Counters,
     Done,
     Drop,
+    Evict,
     Progress,
     Refused,
     Reload,
@@ -95,6 +96,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                 "pid": 77,
                 "state": "ready",
                 "since": 1700000000.25,
+                "budget": 0,
                 "caches": [
                     {
                         "name": "tiny/target",
@@ -113,6 +115,8 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "retry_at": None,
                         "warning": "",
                         "snapshot": "",
+                        "snapshot_bytes": 0,
+                        "resident": "always",
                         "engines": [
                             {
                                 "pid": 4242,
@@ -156,6 +160,28 @@ def test_status_table_tells_every_state(runtime: Path) -> None:
         "cpu0    bad/draft    failed    -    -          0        two lines\n"
         "cpu0    big/target   ready     1    1 KiB      1        loaded in 12 s, read weights, 1.0 of 2.0 GiB\n"
         "cpu0    gone/target  released  2    -          0\n",
+        "",
+    )
+
+
+def test_status_tells_what_is_evicted_and_the_sums(runtime: Path) -> None:
+    gone: dict[str, Any] = {"state": "evicted", "generation": 0, "bytes": 0, "engines": []}
+    caches = [
+        cache(snapshot="written", snapshot_bytes=3 * GIB),
+        cache("kept/target", snapshot="written", snapshot_bytes=2 * GIB, **gone),
+        cache("new/target", error="no room\nfor it", **gone),
+    ]
+    with StubDaemon(
+        runtime / "cpu0.sock", lambda request: [status("cpu0", *caches, budget=4 * GIB)]
+    ):
+        result = run("status")
+    assert said(result, runtime) == (
+        0,
+        "DEVICE  CACHE        STATE    GEN  SIZE     ENGINES  DETAIL\n"
+        "cpu0    tiny/target  ready    1    3.0 GiB  1        loaded in 12 s, snapshot: written\n"
+        "cpu0    kept/target  evicted  -    -        0        comes back from a snapshot of 2.0 GiB\n"
+        "cpu0    new/target   evicted  -    -        0        loaded when an engine asks for it, no room for it\n"
+        "cpu0: 3.0 GiB of a budget of 4.0 GiB resident, 5.0 GiB in snapshots, 2 evicted\n",
         "",
     )
 
@@ -453,6 +479,26 @@ def test_drop_of_an_unknown_cache_lists_the_known_ones(runtime: Path) -> None:
         result = run("drop", "tin")
         assert not any(isinstance(request, Drop) for request in daemon.requests)
     text = "weightcachectl: no daemon has a cache 'tin'; caches: tiny/target on cpu0\n"
+    assert said(result, runtime) == (1, "", text)
+
+
+def test_evict_takes_a_model_or_one_role(runtime: Path) -> None:
+    caches = [cache("a/target"), cache("a/draft", role="draft"), cache("b/target")]
+    with StubDaemon(runtime / "cpu0.sock", answering(Done(), caches=caches)) as daemon:
+        assert said(run("evict", "a"), runtime) == (
+            0,
+            "cpu0 a/target: evicted\ncpu0 a/draft: evicted\n",
+            "",
+        )
+        sent = [request for request in daemon.requests if isinstance(request, Evict)]
+    assert sent == [Evict(cache="a/target"), Evict(cache="a/draft")]
+
+
+def test_refused_evict_exits_1(runtime: Path) -> None:
+    no = Refused(code="in-use", message="tiny/target is in use by pid 7")
+    with StubDaemon(runtime / "cpu0.sock", answering(no)):
+        result = run("evict", "tiny")
+    text = "weightcachectl: cpu0 tiny/target: tiny/target is in use by pid 7\n"
     assert said(result, runtime) == (1, "", text)
 
 

@@ -394,6 +394,11 @@ def _hub_repository(snapshot: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Read an identity from stdin, write it with its full digest. Returns the status."""
+    # Here: every `status` imports this module, for the messages.
+    from weightcached.system.process import die_with_parent
+
+    # A killed daemon must not leave somebody who reads a whole checkpoint for nobody.
+    die_with_parent()
     if not argv or argv[0] != "full" or list(argv[1:]) not in ([], ["--idle"]):
         sys.stderr.write(
             "usage: python -m weightcached.checkpoint.identity full [--idle] < identity.json\n"

@@ -19,15 +19,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
+from weightcached.cli.plan import rows_of
 from weightcached.cli.status import ask_device
 from weightcached.cli.text import mark
 from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_manifest
+from weightcached.config.snapshots import SnapshotSpec
 from weightcached.errors import (
     CheckpointMissingError,
     ManifestError,
     RuntimePathError,
+    SnapshotError,
     WeightcachedError,
 )
+from weightcached.snapshot.files import check_private
+from weightcached.snapshot.speed import read_direct
 from weightcached.system.gpus import list_gpus, persistence_warning
 from weightcached.system.host_checks import (
     is_full,
@@ -40,6 +45,7 @@ from weightcached.system.paths import (
     check_private_dir,
     check_socket,
     config_home,
+    data_home,
     devices_with_socket,
     home,
     is_host_device,
@@ -47,6 +53,7 @@ from weightcached.system.paths import (
     runtime_dir,
     socket_path,
 )
+from weightcached.system.text import bytes_text, seconds_text
 from weightcached.system.units import UNITS, unit_dir
 
 # FDPOLL=0 (sd_notify(3)) and pidfd_open(2).
@@ -58,6 +65,9 @@ OPEN_FILES_MIN = 2048
 CPUINFO = Path("/proc/cpuinfo")
 # On x86, vLLM's CPU build loads its library with 4-bit kernels only if the processor has these.
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+# A look at the disk of snapshots; less than a hard disk's speed is hardly worth restoring from.
+_SPEED_LIMIT_S = 1.0
+_SLOW_BYTES_PER_S = 200e6
 # Imports nothing of vLLM, so it answers in a fraction of a second, also if the GPU is broken.
 _ASK_INTERPRETER = """
 import json, importlib.metadata as m
@@ -102,7 +112,14 @@ def examine() -> list[Finding]:
     findings += [*_runtime_directory(), _cache_directory()]
     manifest, finding = _manifest()
     findings += [finding, *_checkpoints(manifest), *_interpreters(manifest)]
-    return [*findings, *_processor(manifest), *nodes, *_gpus(manifest), *_sockets()]
+    return [
+        *findings,
+        *_processor(manifest),
+        *nodes,
+        *_gpus(manifest),
+        *_sockets(),
+        *_snapshots(manifest),
+    ]
 
 
 def _manifest() -> tuple[Manifest | None, Finding]:
@@ -243,11 +260,89 @@ def _environment() -> Iterator[Finding]:
             )
 
 
+def _snapshots(manifest: Manifest | None) -> Iterator[Finding]:
+    """The directory of snapshots: whose it is, its room, and the speed of a restore from it."""
+    spec = manifest.snapshots if manifest else None
+    if manifest is None or spec is None:
+        return
+    there = next(d for d in (spec.directory, *spec.directory.parents) if d.exists())
+    fault = _snapshot_fault(spec.directory, there)
+    if fault:
+        yield fault
+        return
+    held = {path: path.stat().st_size for path in spec.directory.glob("*/*/[0-9a-f]*/data")}
+    yield from _snapshot_room(manifest, spec, there, sum(held.values()))
+    yield _snapshot_speed(there, held)
+
+
+def _snapshot_fault(directory: Path, there: Path) -> Finding | None:
+    """Why nothing can be written or used there, or None."""
+    instead = "no snapshot is written there, and models are loaded"
+    fix = f"ls -ld {there}; snapshots: {{dir: …}} in {_edit()} names another"
+    if not there.is_dir():
+        return Finding("snapshots", "warn", f"{there} is not a directory: {instead}", fix)
+    if there == directory:
+        try:
+            check_private(directory)
+        except SnapshotError as e:
+            return Finding("snapshots", "warn", f"{e}: {instead}", fix)
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        return Finding("snapshots", "warn", f"{there} is read-only: {instead}", fix)
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding("snapshots", "warn", f"{there} is not writable: {instead}", fix)
+    return None
+
+
+def _snapshot_room(
+    manifest: Manifest, spec: SnapshotSpec, there: Path, held: int
+) -> Iterator[Finding]:
+    """Whether the snapshots of all models find room, as far as their sizes are known."""
+    # Those of a model on all devices are as many as this machine has.
+    devices = len(list_gpus()) or 1
+    rows, _ = rows_of(manifest)
+    sizes = [(row.nbytes or 0) * (devices if row.device == ALL else 1) for row in rows]
+    needed = spec.keep * sum(sizes)
+    info = os.statvfs(there)
+    room = held + info.f_bavail * info.f_frsize
+    text = f"the models need about {bytes_text(needed)} for {spec.keep} of each"
+    drop = "weightcachectl snapshot rm CACHE frees some"
+    if needed > room:
+        text = f"{there}: {text}, there is room for {bytes_text(room)}: the least recently used go"
+        yield Finding("snapshots", "warn", text, f"{drop}; df -h {there}")
+    elif spec.max_bytes and needed > spec.max_bytes:
+        text = f"{text}, max_bytes is {bytes_text(spec.max_bytes)}: the least recently used go"
+        yield Finding("snapshots", "warn", text, f"raise max_bytes in {_edit()}")
+    else:
+        yield Finding("snapshots", "ok", f"{there}: {bytes_text(held)} held, {text}")
+
+
+def _snapshot_speed(there: Path, held: dict[Path, int]) -> Finding:
+    if not held:
+        return Finding("snapshots", "ok", "none is there yet, so the disk's speed is not known")
+    largest = max(held, key=lambda path: held[path])
+    try:
+        read = read_direct(largest, limit_s=_SPEED_LIMIT_S)
+    except OSError as e:
+        return Finding(
+            "snapshots", "warn", f"cannot read {largest}: {e.strerror}", f"ls -l {largest}"
+        )
+    if read is None:
+        return Finding("snapshots", "ok", f"{there} is in host memory")
+    seconds = held[largest] / read.bytes_per_s
+    text = (
+        f"the disk gives {read.bytes_per_s / 1e9:.2f} GB/s: {bytes_text(held[largest])}, the largest, take "
+        f"{seconds_text(seconds)} if they are not in the page cache"
+    )
+    if read.bytes_per_s < _SLOW_BYTES_PER_S:
+        fix = f"snapshots: {{dir: …}} in {_edit()}, on a faster disk"
+        return Finding("snapshots", "warn", text, fix)
+    return Finding("snapshots", "ok", text)
+
+
 def _unit_dirs() -> list[Path]:
     """A user manager's unit directories; the first that has a unit wins (systemd.unit(5))."""
-    data_home = Path(os.environ.get("XDG_DATA_HOME") or home() / ".local/share")
     machine = ["/etc/systemd/user", "/usr/local/lib/systemd/user", "/usr/lib/systemd/user"]
-    return [unit_dir(), Path(machine[0]), data_home / "systemd/user", *map(Path, machine[1:])]
+    return [unit_dir(), Path(machine[0]), data_home() / "systemd/user", *map(Path, machine[1:])]
 
 
 def _units() -> Iterator[Finding]:

@@ -78,6 +78,8 @@ def _as_json(report: Report) -> dict[str, Any]:
         "state": status.state,
         "error": error,
         "refused_at": path_of_refusal(error),
+        "snapshot": status.snapshot,
+        "snapshot_use": status.snapshot_use,
     }
     if index is None:
         return document
@@ -123,16 +125,23 @@ def _lines(report: Report, each: bool) -> list[str]:
         if status.state == "loading" and not status.error:
             return [f"{name}: is being loaded{', ' if progress else ''}{progress}"]
         what = "refused at" if path_of_refusal(report.problem) else f"{status.state}:"
-        return [f"{name}: {what} {report.problem}"]
+        return [f"{name}: {what} {report.problem}", *_snapshot_lines(status)]
     lines = [
         f"{name}: generation {index.generation}, {index.stage} weights, {bytes_text(index.nbytes)}, "
         f"of which {bytes_text(_private_bytes(index))} are copied by each engine",
         _load_line(index),
+        *_snapshot_lines(status),
     ]
     if status.error:
         lines.append(f"the next generation failed: {status.error}")
     lines += ["", *_plan_lines(index, each), "", *_private_lines(index, each)]
     return lines
+
+
+def _snapshot_lines(status: CacheStatus) -> list[str]:
+    """Whether a snapshot was used, and whether there is one for the next start."""
+    lines = [f"snapshot at the last load: {status.snapshot_use}"] if status.snapshot_use else []
+    return lines + ([f"snapshot of this generation: {status.snapshot}"] if status.snapshot else [])
 
 
 def _load_line(index: TensorIndex) -> str:

@@ -35,10 +35,11 @@ class RankRow(NamedTuple):
     nbytes: int | None
 
 
-def rows_of(manifest: Manifest) -> tuple[list[RankRow], list[str]]:
-    """All ranks in manifest order, and the problems found."""
+def rows_of(manifest: Manifest, *, only: str = "") -> tuple[list[RankRow], list[str]]:
+    """All ranks in manifest order, or those of one model, and the problems found."""
     problems: list[str] = []
-    return [row for spec in manifest.models for row in _rows(spec, problems)], problems
+    specs = [spec for spec in manifest.models if only in ("", spec.name)]
+    return [row for spec in specs for row in _rows(spec, problems)], problems
 
 
 def _rows(spec: ModelSpec, problems: list[str]) -> Iterator[RankRow]:

@@ -1,4 +1,4 @@
-"""`weightcachectl reload` and `drop`: ask all daemons at once, report cache by cache."""
+"""`weightcachectl reload`, `drop` and `evict`: ask all daemons at once, report cache by cache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from weightcached.wire.messages import (
     CacheOutcome,
     Done,
     Drop,
+    Evict,
     Loading,
     Progress,
     Refused,
@@ -99,6 +100,8 @@ def outcome_text(device: str, outcome: CacheOutcome) -> str:
         return f"{what}: {outcome.error}"
     if outcome.outcome == "dropped":
         return what
+    if not outcome.generation:
+        return f"{device} {outcome.cache}: on demand, loaded when an engine asks for it"
     took = f" in {seconds_text(outcome.seconds)}" if outcome.outcome == "loaded" else ""
     return f"{what}, generation {outcome.generation}{took}"
 
@@ -116,7 +119,7 @@ def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]
     return found
 
 
-def drop(device: str, cache: str, *, force: bool) -> None:
+def free(device: str, request: Drop | Evict) -> None:
     """Free one cache. Raises WeightcachedError, also if the daemon refuses."""
     with connect(device) as connection:
-        ask(connection, Drop(cache=cache, force=force), Done, ANSWER_TIMEOUT_S)
+        ask(connection, request, Done, ANSWER_TIMEOUT_S)

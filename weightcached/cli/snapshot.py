@@ -1,4 +1,4 @@
-"""`weightcachectl snapshot`: the snapshots on disk. Needs neither a daemon nor a GPU."""
+"""`weightcachectl snapshot`: the snapshots on disk. Only to write one takes a daemon."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from weightcached.cli.progress import ProgressDisplay
+from weightcached.cli.status import ANSWER_TIMEOUT_S, connect
 from weightcached.config.manifest import load_manifest
-from weightcached.errors import SnapshotError
+from weightcached.config.snapshots import default_directory
+from weightcached.errors import ManifestError, ProtocolError, SnapshotError
 from weightcached.snapshot.files import all_snapshots, open_snapshot
 from weightcached.system.paths import manifest_path
 from weightcached.system.text import bytes_text
+from weightcached.wire.connection import error_of
+from weightcached.wire.messages import Done, Progress, Refused, WriteSnapshot
 
 
 class SnapshotRow(NamedTuple):
@@ -25,15 +30,36 @@ class SnapshotRow(NamedTuple):
     error: str
 
 
+NO_KEY = "starts do not use it: the manifest has no key snapshots; 'snapshots: {}' is enough"
+
+
+def is_used(manifest: str) -> bool:
+    """Whether starts use snapshots: a daemon's manifest has the key, or cannot be read now."""
+    try:
+        return load_manifest(Path(manifest)).snapshots is not None
+    except ManifestError:
+        return True
+
+
 def directory() -> Path:
-    """The manifest's directory of snapshots. Raises ManifestError, SnapshotError without one."""
-    path = manifest_path(None)
-    spec = load_manifest(path).snapshots
-    if spec is None:
-        raise SnapshotError(
-            f"{path} has no key snapshots: write 'snapshots: {{}}' to have them made"
+    """The manifest's directory of snapshots, or the default. Raises ManifestError, SnapshotError."""
+    spec = load_manifest(manifest_path(None)).snapshots
+    return spec.directory if spec else default_directory()
+
+
+def write(device: str, cache: str, display: ProgressDisplay) -> None:
+    """Have a daemon write the snapshot of a cache, and wait. Raises WeightcachedError."""
+    with connect(device) as connection:
+        reply = connection.request(WriteSnapshot(cache=cache), ANSWER_TIMEOUT_S)
+        while isinstance(reply, Progress):
+            display.show(f"{device} {cache}", reply)
+            reply, _ = connection.receive(ANSWER_TIMEOUT_S)
+    if isinstance(reply, Refused):
+        raise error_of(reply)
+    if not isinstance(reply, Done):
+        raise ProtocolError(
+            f"the daemon of {device} answered WriteSnapshot with {type(reply).__name__}, expected Done"
         )
-    return spec.directory
 
 
 def rows(root: Path, cache: str | None = None) -> list[SnapshotRow]:

@@ -31,7 +31,7 @@ SOFTWARE = f"weightcachectl {__version__}"
 _CACHE_FIELDS = (
     "name", "role", "state", "generation", "source", "bytes", "segments", "tensors",
     "load_seconds", "phase", "done_bytes", "total_bytes", "error", "retry_at", "warning",
-    "snapshot",
+    "snapshot", "snapshot_bytes", "resident",
 )  # fmt: skip
 _HEAD = ("DEVICE", "CACHE", "STATE", "GEN", "SIZE", "ENGINES", "DETAIL")
 _T = TypeVar("_T")
@@ -99,6 +99,7 @@ def as_json(replies: Sequence[StatusReply]) -> dict[str, Any]:
                 "pid": reply.pid,
                 "state": reply.state,
                 "since": reply.since,
+                "budget": reply.budget,
                 "caches": [_cache_as_json(cache, reply.counters) for cache in reply.caches],
                 "old_generations": [to_builtins(old) for old in reply.old_generations],
             }
@@ -128,7 +129,22 @@ def as_table(replies: Sequence[StatusReply], *, now: float | None = None) -> lis
                 f"no caches, daemon pid {reply.pid}, up {seconds_text(max(0.0, now - reply.since))}"
             )
             rows.append((reply.device, "-", reply.state, "-", "-", "-", detail))
-    return columns(rows)
+    return [*columns(rows), *(line for reply in replies if (line := _sums(reply)))]
+
+
+def _sums(reply: StatusReply) -> str:
+    """Bytes on the device, in snapshots and evicted; "" for a daemon without budget or snapshots."""
+    held = sum(cache.bytes for cache in reply.caches)
+    held += sum(old.bytes for old in reply.old_generations)
+    written = sum(cache.snapshot_bytes for cache in reply.caches)
+    evicted = [cache for cache in reply.caches if cache.state == "evicted"]
+    if not (reply.budget or written or evicted):
+        return ""
+    limit = f" of a budget of {bytes_text(reply.budget)}" if reply.budget else ""
+    parts = [f"{bytes_text(held)}{limit} resident", f"{bytes_text(written)} in snapshots"]
+    if evicted:
+        parts.append(f"{len(evicted)} evicted")
+    return f"{reply.device}: {', '.join(parts)}"
 
 
 def _row(device: str, cache: CacheStatus, now: float) -> tuple[str, ...]:
@@ -172,6 +188,13 @@ def _detail(cache: CacheStatus, now: float) -> str:
         error += f"; tried again in {seconds_text(max(0.0, cache.retry_at - now))}"
     if cache.state == "loading":
         return progress
+    if cache.state == "evicted":
+        back = (
+            f"comes back from a snapshot of {bytes_text(cache.snapshot_bytes)}"
+            if cache.snapshot_bytes
+            else "loaded when an engine asks for it"
+        )
+        return ", ".join(part for part in (back, error) if part)
     if cache.state != "ready":
         return error
     done = (

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from weightcached.cli.status import Answers
     from weightcached.cli.units import Verb
     from weightcached.system.units import Outcome
+    from weightcached.wire.messages import Drop, Evict
 
 WATCH_PERIOD_S = 1.0
+_RELOAD_TIMEOUT_S = 3600.0
 # A daemon's refusal if it has none of the named caches.
 UNKNOWN_CACHE = "unknown-cache"
 
@@ -219,8 +221,8 @@ def _watch_lines(answers: Answers) -> list[str]:
 )
 @click.option("--force", is_flag=True, help="Also reload caches that have not changed.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=3600, metavar="SECONDS", show_default=True,
-    help="Wait at most this long. The reload itself goes on.",
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=_RELOAD_TIMEOUT_S, metavar="SECONDS",
+    show_default=True, help="Wait at most this long. The reload itself goes on.",
 )  # fmt: skip
 def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s: float) -> None:
     """Read the manifest again and apply it.
@@ -229,7 +231,6 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
     cache is served until its successor is complete. Exit status: 0 done, 1 a cache failed or the
     manifest was refused, 3 no daemon answered.
     """
-    from weightcached.cli.reload import reload_all
     from weightcached.cli.status import no_daemon
     from weightcached.system.paths import devices_with_socket
 
@@ -238,10 +239,18 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
         from weightcached.system.paths import runtime_dir
 
         raise no_daemon(runtime_dir())
+    _exit(_reload(asked, caches, force=force, timeout_s=timeout_s))
+
+
+def _reload(
+    devices: Sequence[str], caches: Sequence[str], *, force: bool = False, timeout_s: float = _RELOAD_TIMEOUT_S
+) -> int:  # fmt: skip
+    from weightcached.cli.reload import reload_all
+
     display = _display()
-    ended = reload_all(asked, caches=caches, force=force, timeout_s=timeout_s, display=display)
+    ended = reload_all(devices, caches=caches, force=force, timeout_s=timeout_s, display=display)
     display.clear()
-    _exit(_report_reloads(ended, caches))
+    return _report_reloads(ended, caches)
 
 
 def _report_reloads(ended: Mapping[str, Any], caches: Sequence[str]) -> int:
@@ -305,6 +314,30 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     'weightcachectl reload' brings it back.
     Exit status: 0 freed, 1 refused or no such cache, 3 no daemon answered.
     """
+    from weightcached.wire.messages import Drop
+
+    _free(devices, cache, lambda name: Drop(cache=name, force=force), "dropped")
+
+
+@main.command()
+@_socket_dir
+@click.argument("cache", metavar="CACHE")
+@_on_devices
+def evict(cache: str, devices: Sequence[str]) -> None:
+    """Free CACHE until an engine asks for it.
+
+    CACHE is a model's name or MODEL/ROLE. It comes back from its snapshot, or is loaded again.
+    Refuses while an engine maps it. Exit status: 0 freed, 1 refused or no such cache, 3 no daemon
+    answered.
+    """
+    from weightcached.wire.messages import Evict
+
+    _free(devices, cache, lambda name: Evict(cache=name), "evicted")
+
+
+def _free(
+    devices: Sequence[str], cache: str, request: Callable[[str], Drop | Evict], done: str
+) -> NoReturn:
     from weightcached.cli import reload
 
     answers = _ask(devices)
@@ -313,8 +346,8 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
     failed = False
     for device, name in reload.holders(answers.replies, cache):
         try:
-            reload.drop(device, name, force=force)
-            click.echo(f"{device} {name}: dropped")
+            reload.free(device, request(name))
+            click.echo(f"{device} {name}: {done}")
         except WeightcachedError as e:
             complain(f"{device} {name}: {e}")
             failed = True
@@ -367,6 +400,102 @@ def plan(as_json: bool, manifest: Path | None) -> None:
         click.echo("\n".join(plan.as_table(rows)))
 
 
+def _check_placed(
+    ctx: click.Context, param: click.Parameter, devices: Sequence[str]
+) -> tuple[str, ...]:
+    return ("all",) if tuple(devices) == ("all",) else _check_devices(ctx, param, devices)
+
+
+@main.command(
+    context_settings={
+        # As for 'weightcached preload': vLLM has short options, such as -tp.
+        "help_option_names": ["--help"],
+        "ignore_unknown_options": True,
+    }
+)
+@click.argument("model")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE ARGUMENTS]...")
+@click.option("--name", help="Name of the entry.", show_default="the last part of MODEL")
+@click.option(
+    "--device",
+    "devices",
+    metavar="DEVICE",
+    multiple=True,
+    callback=_check_placed,
+    show_default="the first GPUs, else cpu0 …",
+    help="A device, or all; repeatable, in rank order.",
+)
+@click.option(
+    "--python",
+    metavar="PATH",
+    show_default="the one that runs weightcached",
+    help="Interpreter that runs the engine.",
+)
+@click.option("--start", is_flag=True, help="Start the units of devices that no daemon serves yet.")
+def add(
+    model: str,
+    arguments: Sequence[str],
+    name: str | None,
+    devices: Sequence[str],
+    python: str | None,
+    start: bool,
+) -> None:
+    """Add MODEL to the manifest, and serve it.
+
+    MODEL is a directory or a Hub id and comes first; ENGINE ARGUMENTS are those of 'vllm serve':
+    --tensor-parallel-size 2, … The manifest keeps its comments and its order; the example that
+    'install' wrote is replaced. Shows the plan, has running daemons reload, waits for the end, and
+    prints the 'vllm serve' line of an engine that attaches.
+
+    Exit status: 0 done, 1 the entry is there but the model is not served, 78 wrong arguments or
+    manifest: nothing was changed.
+    """
+    from weightcached.cli import add, edit, plan
+
+    if model.startswith("-"):
+        raise click.UsageError(f"MODEL comes first, got {model}")
+    path = edit.path_to_change()
+    add.check_new(path, name or add.name_of(model))
+    entry = add.entry_of(model, arguments, name=name, devices=devices, python=python)
+    command = add.serve_command(entry, arguments)
+    manifest = edit.add_model(path, entry)
+    click.echo(f"added {entry['name']} to {path}")
+    rows, problems = plan.rows_of(manifest, only=entry["name"])
+    for problem in problems:
+        complain(problem)
+    click.echo("\n".join(plan.as_table(rows)))
+    answering, silent = add.daemons(entry["devices"], entry["engine"])
+    status = _reload(answering, [entry["name"]]) if answering else 0
+    if start and silent:
+        status = max(status, _run_job("start", silent))
+        silent = []
+    if status:
+        _exit(status)
+    click.echo("an engine that attaches:" if not silent else "next:")
+    if silent:
+        click.echo(f"  weightcachectl start {' '.join(silent)}")
+    click.echo(f"  {command}")
+
+
+@main.command()
+@click.argument("name")
+def remove(name: str) -> None:
+    """Remove the model NAME from the manifest, and free it.
+
+    The manifest keeps its comments and its order. Running daemons reload; engines that map the
+    weights keep them until they end.
+
+    Exit status: 0 done, 1 a daemon failed, 78 the manifest was not changed.
+    """
+    from weightcached.cli import add, edit
+
+    path = edit.path_to_change()
+    spec = edit.remove_model(path, name)
+    click.echo(f"removed {name} from {path}")
+    answering, _ = add.daemons(spec.devices, spec.engine)
+    _exit(_reload(answering, [name]) if answering else 0)
+
+
 @main.command()
 @_socket_dir
 @_devices
@@ -375,7 +504,7 @@ def start(devices: Sequence[str]) -> None:
 
     Exit status: 0 all serve, 1 a unit failed, or serves none of its caches.
     """
-    _run_job("start", devices)
+    _exit(_run_job("start", devices))
 
 
 @main.command()
@@ -387,7 +516,7 @@ def stop(devices: Sequence[str]) -> None:
     Memory that an engine maps is freed when it ends. Exit status: 0 all stopped, 1 a unit ended
     otherwise.
     """
-    _run_job("stop", devices)
+    _exit(_run_job("stop", devices))
 
 
 @main.command()
@@ -399,10 +528,10 @@ def restart(devices: Sequence[str]) -> None:
     Loads nothing that is resident and still in the manifest. Exit status: 0 all serve, 1 a unit
     failed, or serves none of its caches.
     """
-    _run_job("restart", devices)
+    _exit(_run_job("restart", devices))
 
 
-def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
+def _run_job(verb: Verb, devices: Sequence[str]) -> int:
     from weightcached.cli.units import run_job
 
     display = _display()
@@ -419,7 +548,7 @@ def _run_job(verb: Verb, devices: Sequence[str]) -> NoReturn:
         else:
             click.echo(f"{device}: {past}")
             failed |= verb != "stop" and not _serves(device)
-    _exit(EXIT_FAILURE if failed else 0)
+    return EXIT_FAILURE if failed else 0
 
 
 def _serves(device: str) -> bool:
@@ -440,24 +569,27 @@ def _serves(device: str) -> bool:
 
 @main.command()
 def install() -> None:
-    """Write unit files and an example manifest.
+    """Write unit files, an example manifest and man pages.
 
-    Files that you have edited stay. Exit status: 0 written or there already, 1 something is in the
-    way.
+    Also completion for bash, zsh and fish. Files that you have edited stay. Exit status: 0 written
+    or there already, 1 something is in the way.
     """
+    from weightcached.cli import install
     from weightcached.cli.units import reload_manager
     from weightcached.system import units
 
-    outcomes = units.install()
-    _report_files(outcomes)
+    others = install.other_files()
+    _report_files(units.install(others=others), others)
     if not reload_manager():
         click.echo(
             "no systemd user manager answers: once it runs, run 'systemctl --user daemon-reload'"
         )
-    manifest = outcomes[-1].path
+    for hint in install.hints() if others else []:
+        click.echo(hint)
     click.echo(
-        f"next:\n  edit {manifest}\n  loginctl enable-linger {os.getuid()}\n  weightcachectl doctor\n"
-        "  systemctl --user enable weightcached@DEVICE.service\n  weightcachectl start DEVICE"
+        "next:\n  weightcachectl doctor\n  weightcachectl add MODEL --start\n"
+        "and for units that run from boot on, without a login:\n"
+        f"  loginctl enable-linger {os.getuid()}\n  systemctl --user enable weightcached@DEVICE.service"
     )
 
 
@@ -470,6 +602,7 @@ def uninstall() -> None:
 
     Exit status: 0 removed (edited files stay and are named), 1 a unit runs.
     """
+    from weightcached.cli import install
     from weightcached.cli.units import reload_manager, running_units
     from weightcached.system import units
 
@@ -481,14 +614,24 @@ def uninstall() -> None:
             f"systemctl --user disable --now {' '.join(running)}, then uninstall"
         )
         _exit(EXIT_FAILURE)
-    _report_files(units.uninstall())
+    others = install.other_files()
+    _report_files(units.uninstall(others), others)
     reload_manager()
 
 
-def _report_files(outcomes: Sequence[Outcome]) -> None:
+def _report_files(outcomes: Sequence[Outcome], others: Collection[Path]) -> None:
+    """A line for each file; one for all pages and scripts that ended alike."""
+    from weightcached.system.paths import data_home
+
+    alike: dict[str, int] = {}
     for outcome in outcomes:
-        why = ", which was edited" if outcome.action == "kept" else ""
-        click.echo(f"{outcome.action} {outcome.path}{why}")
+        if outcome.path in others and outcome.action != "kept":
+            alike[outcome.action] = alike.get(outcome.action, 0) + 1
+        else:
+            why = ", which was edited" if outcome.action == "kept" else ""
+            click.echo(f"{outcome.action} {outcome.path}{why}")
+    for action, count in alike.items():
+        click.echo(f"{action} manual pages and shell completion, {count} files in {data_home()}")
 
 
 @main.command()
@@ -537,16 +680,76 @@ def verify(cache: str | None, devices: Sequence[str]) -> None:
     _exit(EXIT_FAILURE if failed else 0)
 
 
-@main.group()
-def snapshot() -> None:
-    """List, verify or remove snapshots on disk.
+class _SnapshotGroup(_Group):
+    """A word that is no command is a cache to write: `snapshot llama-8b` is `snapshot write llama-8b`."""
 
-    Snapshots are written after a load if the manifest has the key snapshots, and bring the weights
-    back without vLLM.
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["write", *args]
+        return super().parse_args(ctx, args)
+
+
+@main.group(cls=_SnapshotGroup, subcommand_metavar="CACHE... | --all | COMMAND [ARGS]...")
+def snapshot() -> None:
+    """Write, list, verify or remove snapshots.
+
+    Snapshots bring the weights back without vLLM. If the manifest has the key snapshots, they are
+    written after each load. 'snapshot CACHE' writes one now.
     """
 
 
 _snapshot_cache = click.argument("cache", required=False)
+
+
+@snapshot.command("write")
+@_socket_dir
+@click.argument("caches", metavar="[CACHE]...", nargs=-1)
+@click.option("--all", "each", is_flag=True, help="Of every cache that is served.")
+@_on_devices
+def snapshot_write(caches: Sequence[str], each: bool, devices: Sequence[str]) -> None:
+    """Write snapshots of what is served now, and wait.
+
+    CACHE is a model's name or MODEL/ROLE. One that is there already is not written again. Also
+    without the manifest's key, into its default directory.
+
+    Exit status: 0 they are there, 1 one is not, 3 no daemon answered.
+    """
+    from weightcached.cli import snapshot
+
+    if bool(caches) == each:
+        raise click.UsageError("name caches, or say --all")
+    answers = _ask(devices)
+    if not answers.replies:
+        _exit(EXIT_NO_DAEMON)
+    display, failed = _display(), False
+    for device, name in _served(answers, caches):
+        try:
+            snapshot.write(device, name, display)
+        except WeightcachedError as e:
+            display.clear()
+            complain(f"{device} {name}: {e}")
+            failed = True
+        else:
+            display.clear()
+            click.echo(f"{device} {name}: the snapshot is there")
+    if not failed and not all(snapshot.is_used(reply.manifest) for reply in answers.replies):
+        click.echo(snapshot.NO_KEY)
+    _exit(EXIT_FAILURE if failed else 0)
+
+
+def _served(answers: Answers, caches: Sequence[str]) -> list[tuple[str, str]]:
+    """(device, cache) of all that is served, or of the named ones. Raises UnknownCacheError."""
+    from weightcached.cli.reload import holders
+
+    if not caches:
+        return [
+            (reply.device, cache.name)
+            for reply in answers.replies
+            for cache in reply.caches
+            if cache.generation
+        ]
+    found = [each for cache in caches for each in holders(answers.replies, cache)]
+    return list(dict.fromkeys(found))
 
 
 @snapshot.command("list")

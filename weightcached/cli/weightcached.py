@@ -23,6 +23,26 @@ _PORT = click.IntRange(1, 65535)
 _EXPORTER_PORT = 9838
 
 
+def _manifest(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(
+        "--manifest",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
+        help=text,
+    )
+
+
+def _socket_dir(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(
+        "--socket-dir",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        show_default="$XDG_RUNTIME_DIR/weightcached",
+        help=text,
+    )
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="weightcached")
 def main() -> None:
@@ -31,20 +51,8 @@ def main() -> None:
 
 @main.command()
 @click.argument("device")
-@click.option(
-    "--manifest",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
-    help="The model manifest.",
-)
-@click.option(
-    "--socket-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    show_default="$XDG_RUNTIME_DIR/weightcached",
-    help="Directory of the socket and the lock; made with mode 0700 if it is missing.",
-)
+@_manifest("The model manifest.")
+@_socket_dir("Directory of the socket and the lock; made with mode 0700 if it is missing.")
 @click.option(
     "--log-level", type=click.Choice(logs.LEVELS), default="info", help="Lowest level to log."
 )
@@ -196,20 +204,8 @@ def preload(
 
 
 @main.command()
-@click.option(
-    "--manifest",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
-    help="The model manifest, which names the caches that must be ready.",
-)
-@click.option(
-    "--socket-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    show_default="$XDG_RUNTIME_DIR/weightcached",
-    help="Directory of the daemons' sockets.",
-)
+@_manifest("The model manifest, which names the caches that must be ready.")
+@_socket_dir("Directory of the daemons' sockets.")
 @click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on.")
 @click.option(
     "--port",
@@ -218,8 +214,9 @@ def preload(
     help="Port to listen on; 0 takes a free one.",
 )
 def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port: int) -> None:
-    """Serve /health and /metrics of this node's daemons over HTTP until told to stop.
+    """Serve a page, /health and /metrics of this node over HTTP until told to stop.
 
+    / is a page for people: devices, caches, engine services, the last errors.
     /health answers 200 if every cache in the manifest is ready, else 503 with one line for each
     that is not. /metrics is in Prometheus's text format and needs the package prometheus_client.
 
@@ -235,20 +232,8 @@ def exporter(*, manifest: Path | None, socket_dir: Path | None, host: str, port:
 
 @main.command()
 @click.argument("name")
-@click.option(
-    "--manifest",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    show_default="~/.config/weightcached/manifest.yaml, else /etc/weightcached/manifest.yaml",
-    help="The model manifest, which has NAME under engines:.",
-)
-@click.option(
-    "--socket-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    show_default="$XDG_RUNTIME_DIR/weightcached",
-    help="Directory of the sockets; made with mode 0700 if it is missing.",
-)
+@_manifest("The model manifest, which has NAME under engines:.")
+@_socket_dir("Directory of the sockets; made with mode 0700 if it is missing.")
 @click.option(
     "--log-level", type=click.Choice(logs.LEVELS), default="info", help="Lowest level to log."
 )

@@ -232,13 +232,13 @@ class Value:
             at.fail(f"the key {field} is missing" + (f": expected {wanted}" if wanted else ""))
         if isinstance(at.node, yaml.SequenceNode) and not at.node.value and "length" in what:
             at.fail("the list is empty: expected at least one entry")
-        expected, choices = _description(kind) or _describe_type(kind), _choices(kind)
+        wanted, choices = expected(kind), _choices(kind)
         hint = near_miss(str(at.node.value), choices) if choices and at.kind == "str" else ""
         if at.kind == "str" and not at.node.value:
-            expected = "a string that is not empty"
-        if _takes_text(kind) and at.kind in ("int", "float", "bool", "timestamp"):
+            wanted = "a string that is not empty"
+        if _takes_text(kind) and at.kind in _to_quote(kind):
             hint = ": quote it"
-        at.fail(f"expected {expected}, got {at.described()}{hint}")
+        at.fail(f"expected {wanted}, got {at.described()}{hint}")
 
     def _line_of_key(self, key: str) -> int:
         keys = (node for node, _ in self.node.value if node.value == key)
@@ -269,6 +269,11 @@ class Value:
             self.fail(text)
         except ManifestError as e:
             return e
+
+
+def expected(kind: inspect.Type) -> str:
+    """Words for the values that a type takes: `a list of devices or all`, `true or false`."""
+    return _description(kind) or _describe_type(kind)
 
 
 def _plain_type(kind: inspect.Type) -> inspect.Type:
@@ -303,6 +308,12 @@ def _description(kind: inspect.Type) -> str:
 
 def _takes_text(kind: inspect.Type) -> bool:
     return any(isinstance(_plain_type(k), inspect.StrType) for k in _alternatives(kind))
+
+
+def _to_quote(kind: inspect.Type) -> tuple[str, ...]:
+    """Kinds that become the text that is expected, once they are quoted."""
+    takes_numbers = any(isinstance(_plain_type(k), inspect.IntType) for k in _alternatives(kind))
+    return () if takes_numbers else ("int", "float", "bool", "timestamp")
 
 
 def _choices(kind: inspect.Type) -> list[str]:

@@ -25,6 +25,7 @@ from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, read
 from weightcached.config.ranks import SIZES, Placement, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
+from weightcached.config.sizes import SizeText, nbytes_of
 from weightcached.config.snapshots import SnapshotsEntry, SnapshotSpec, resolve_snapshots
 from weightcached.errors import CheckpointMissingError, DeviceError, ManifestError, PlacementError
 from weightcached.system.notify import FOR_THIS_PROCESS
@@ -35,6 +36,9 @@ ALL = "all"
 LAYOUT_KEYS = SIZES
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Size = Annotated[int, Meta(ge=1)]
+Residence = Literal["always", "on-demand"]
+_BUDGET = "bytes or a size such as 40 GiB"
+_Bytes: Any = Annotated[Size | SizeText, Meta(description=_BUDGET)]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     identity: Literal["full", "sampled"] = "full"
     # Variables of the loader's environment besides the daemon's.
     env: dict[str, str] = {}
+    resident: Residence = "always"
+    # Seconds without an engine after which an on-demand model is evicted; 0: never for that.
+    idle_evict_s: float = 0.0
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether it is loaded when an engine asks for it, and may make room for others."""
+        return self.resident == "on-demand"
 
     def is_on(self, device: str) -> bool:
         """Whether a rank of this model is placed on `device`."""
@@ -75,8 +87,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Identifies the entry that a generation on `device` is loaded from, as hex sha256. Changes
         with everything that changes the load.
 
-        It leaves out the name, which belongs to the cache; `identity` and the address of a group,
-        which change no loaded byte; and the peers' devices, because only this device's rank counts.
+        It leaves out the name, which belongs to the cache; `identity`, residence and the address of
+        a group, which change no loaded byte; and the peers' devices, because only this device's
+        rank counts.
         """
         loaded_from = [
             self.engine,
@@ -94,6 +107,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelSpec]
     engines: list[EngineSpec] = []
     snapshots: SnapshotSpec | None = None
+    # Bytes by device; ALL stands for every device that is not named.
+    budgets: dict[str, int] = {}
+
+    def budget_of(self, device: str) -> int:
+        """The most bytes of weights that the device's daemon holds; 0 for no limit."""
+        return self.budgets.get(device, self.budgets.get(ALL, 0))
 
     def on(self, device: str) -> list[ModelSpec]:
         """The models placed on `device`, in manifest order."""
@@ -118,6 +137,10 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rendezvous: rendezvous.Entry = "solo"
     identity: Literal["full", "sampled"] = "full"
     env: dict[str, Any] = {}
+    resident: Residence = "always"
+    idle_evict_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Meta(description="a number of seconds above 0")
+    ] = None
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +150,10 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     models: Annotated[list[ModelEntry], Meta(min_length=1, description="a list of models")]
     engines: list[EngineEntry] = []
     snapshots: SnapshotsEntry | None = None
+    budget: Annotated[
+        Size | SizeText | dict[str, Any] | None,
+        Meta(description=f"{_BUDGET}, or a mapping from devices to such sizes"),
+    ] = None
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -141,7 +168,8 @@ def load_manifest(path: Path) -> Manifest:
     engines = resolve_engines(document.engines, keys["engines"], models) if document.engines else []
     entry = document.snapshots
     snapshots = None if entry is None else resolve_snapshots(entry, keys["snapshots"])
-    return Manifest(path=path, models=models, engines=engines, snapshots=snapshots)
+    budgets = {} if document.budget is None else _budgets(document.budget, keys["budget"])
+    return Manifest(path=path, models=models, engines=engines, snapshots=snapshots, budgets=budgets)
 
 
 def _check_version(version: Value) -> None:
@@ -149,6 +177,18 @@ def _check_version(version: Value) -> None:
         version.fail(
             f"expected {VERSION}, the only manifest version that this software reads, got {version.described()}"
         )
+
+
+def _budgets(budget: int | str | dict[str, Any], at: Value) -> dict[str, int]:
+    if not isinstance(budget, dict):
+        return {ALL: nbytes_of(budget)}
+    for device, value in at.mapping().items():
+        try:
+            if device != ALL:
+                check_device(device)
+        except DeviceError as e:
+            value.fail(str(e))
+    return {device: nbytes_of(at[device].convert(_Bytes)) for device in budget}
 
 
 def _models(entries: list[ModelEntry], value: Value) -> list[ModelSpec]:
@@ -190,6 +230,10 @@ def _model(entry: ModelEntry, at: Value) -> ModelSpec:
         at["rendezvous"].fail(
             f"devices: {ALL} gives each device a copy of its own, which has no peers: write solo"
         )
+    if entry.idle_evict_s is not None and entry.resident == "always":
+        at["idle_evict_s"].fail(
+            "a model that is always resident is not evicted: add 'resident: on-demand'"
+        )
     if entry.python is not None:
         _check_python(entry.python, at["python"])
     return ModelSpec(
@@ -200,6 +244,8 @@ def _model(entry: ModelEntry, at: Value) -> ModelSpec:
         rendezvous=meeting,
         identity=entry.identity,
         env={name: _variable(name, at["env"][name]) for name in entry.env},
+        resident=entry.resident,
+        idle_evict_s=entry.idle_evict_s or 0.0,
     )
 
 

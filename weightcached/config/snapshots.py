@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from weightcached.config.located_yaml import Value
+from weightcached.config.sizes import SizeText, nbytes_of
 from weightcached.errors import SnapshotError
 
-_SIZE = re.compile(r"(\d{1,15}) ?(MiB|GiB|TiB)")
-_UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 Count = Annotated[int, Meta(ge=1)]
 
 
@@ -33,7 +31,7 @@ class SnapshotsEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     dir: Annotated[str, Meta(pattern="^/", description="an absolute path")] = ""
     max_bytes: Annotated[
-        Annotated[int, Meta(ge=0)] | Annotated[str, Meta(pattern=rf"^{_SIZE.pattern}\Z")],
+        Annotated[int, Meta(ge=0)] | SizeText,
         Meta(description="bytes or a size such as 200 GiB"),
     ] = 0
     keep: Count = 1
@@ -59,12 +57,4 @@ def resolve_snapshots(entry: SnapshotsEntry, value: Value) -> SnapshotSpec:
         directory = Path(entry.dir) if entry.dir else default_directory()
     except SnapshotError as e:
         value.fail(str(e))
-    return SnapshotSpec(directory=directory, max_bytes=_nbytes(entry.max_bytes), keep=entry.keep)
-
-
-def _nbytes(size: int | str) -> int:
-    if isinstance(size, int):
-        return size
-    match = _SIZE.fullmatch(size)
-    assert match is not None
-    return int(match[1]) * _UNITS[match[2]]
+    return SnapshotSpec(directory=directory, max_bytes=nbytes_of(entry.max_bytes), keep=entry.keep)

@@ -1,4 +1,4 @@
-"""Caches and their generations: served, loading, or failed.
+"""Caches and their generations: served, loading, evicted, or failed.
 
 State only: loads are run by reconcile.py, keys are compared by matching.py, leases are counted by
 leases.py.
@@ -18,16 +18,24 @@ from weightcached.daemon.leases import Broadcast, Leases
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.wire.messages import CacheState, CacheStatus, LoadMessage, Role, Source
+from weightcached.wire.messages import (
+    CacheState,
+    CacheStatus,
+    LoadMessage,
+    Residence,
+    Role,
+    Source,
+)
 
 _M = TypeVar("_M", bound=LoadMessage)
 # The allowed transitions. A ready cache stays ready while its next generation loads, and if that
 # fails.
 TRANSITIONS: dict[CacheState, frozenset[CacheState]] = {
-    "loading": frozenset({"ready", "failed"}),
-    "ready": frozenset({"ready", "released", "loading"}),
-    "failed": frozenset({"loading", "released"}),
-    "released": frozenset({"loading", "released"}),
+    "loading": frozenset({"ready", "failed", "evicted"}),
+    "ready": frozenset({"ready", "released", "loading", "evicted"}),
+    "failed": frozenset({"loading", "released", "evicted"}),
+    "released": frozenset({"loading", "released", "evicted"}),
+    "evicted": frozenset({"loading", "released", "evicted"}),
 }
 QUEUED = "queued"
 DROPPED = "dropped: 'weightcachectl reload' brings it back"
@@ -64,6 +72,8 @@ class Generation:
         self.full_digest = index.key.checkpoint.full
         # Why the descriptor store does not have it, or "".
         self.not_stored = ""
+        # When an engine began or ended to hold it, by time.monotonic().
+        self.used_s = time.monotonic()
         self._fds = [index_fd, *segment_fds]
         self._handouts = 0
         self._retired = False
@@ -110,6 +120,8 @@ class LoadProgress:
         self.done_bytes = 0
         self.total_bytes = 0
         self.key: WeightCacheKey | None = None
+        # Of a cache that was served before: what the load will most probably make.
+        self.expected_key: WeightCacheKey | None = None
         self._phase_began = time.monotonic()
 
     def advance(self, phase: str, done_bytes: int, total_bytes: int) -> bool:
@@ -156,6 +168,12 @@ class Cache:
         self.last_key: WeightCacheKey | None = None
         # Of the load that is due, as far as the manifest tells: its key comes later, from vLLM.
         self.checkpoint: CheckpointIdentity | None = None
+        # From the manifest: whether it may make room for others, and is loaded only if asked for.
+        self.resident: Residence = "always"
+        # Of the last generation, or of its snapshot; 0 if there was none.
+        self.last_nbytes = 0
+        # Engines that wait for its load, by connection: names for people.
+        self.waiting: dict[object, str] = {}
         self._last_number = 0
 
     @property
@@ -166,7 +184,7 @@ class Cache:
         """A load is due. A ready cache stays ready."""
         if self.state == "released":
             self.error = ""
-        if self.state in ("failed", "released"):
+        if self.state in ("failed", "released", "evicted"):
             self._move("loading")
         self.load = LoadProgress()
         return self.load
@@ -176,13 +194,15 @@ class Cache:
         self._move("ready")
         old, self.generation = self.generation, generation
         self._last_number = generation.number
-        self.last_key = generation.key
+        self.last_key, self.last_nbytes = generation.key, generation.nbytes
         self.load, self.error = None, ""
         return old
 
-    def fail_load(self, error: str) -> None:
-        """The load failed. A ready cache stays ready."""
-        if self.generation is None:
+    def fail_load(self, error: str, *, evicted: bool = False) -> None:
+        """The load failed. A ready cache stays ready; evicted: it is begun again if asked for."""
+        if self.generation is None and evicted:
+            self._move("evicted")
+        elif self.generation is None:
             self._move("failed")
             self.last_key = self.load.key if self.load else self.last_key
         self.load, self.error = None, error
@@ -202,6 +222,25 @@ class Cache:
             raise AssertionError(f"cache {self.name} is ready without a generation")
         self.generation = None
         return generation
+
+    def evict(self) -> Generation:
+        """Stop serving the generation, which the caller retires, until an engine asks for it."""
+        generation = self.generation
+        self._move("loading" if self.load else "evicted")
+        if generation is None:
+            raise AssertionError(f"cache {self.name} is ready without a generation")
+        # With what is known of the checkpoint by now.
+        self.last_key = msgspec.structs.replace(generation.key, checkpoint=generation.checkpoint)
+        self.generation = None
+        return generation
+
+    def offer(self, key: WeightCacheKey | None, nbytes: int) -> None:
+        """It is loaded or restored when an engine asks for it.
+
+        key: None if only a load can tell; nbytes: 0 if unknown.
+        """
+        self._move("evicted")
+        self.last_key, self.last_nbytes, self.error = key, nbytes, ""
 
     def drop(self) -> Generation | None:
         """Serve nothing until a reload. Returns the generation for the caller to retire."""
@@ -236,6 +275,7 @@ class Cache:
             eta_s=load.eta_s if load else None,
             retry_at=retry_at,
             warning=generation.not_stored if generation else "",
+            resident=self.resident,
         )
 
 
@@ -290,5 +330,5 @@ class Caches:
     def state(self) -> CacheState:
         """The device's state in one word: the state that most needs attention."""
         states = {cache.state for cache in self} | {"loading" for cache in self if cache.load}
-        order: tuple[CacheState, ...] = ("loading", "failed", "ready", "released")
+        order: tuple[CacheState, ...] = ("loading", "failed", "ready", "evicted", "released")
         return next((s for s in order if s in states), "ready")

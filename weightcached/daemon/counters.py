@@ -20,14 +20,28 @@ class Tally:
         self._adoptions = adoptions
         self._attaches: Counter[str] = Counter()
         self._attach_seconds: dict[str, float] = {}
+        self._hits: Counter[str] = Counter()
+        self._evictions: Counter[str] = Counter()
+        self._restores: Counter[str] = Counter()
+        self._restore_seconds: dict[str, float] = {}
         self._mismatches: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
 
-    def attached(self, cache: str, seconds: float) -> None:
-        """A generation of `cache` was handed out."""
+    def attached(self, cache: str, seconds: float, *, hit: bool = False) -> None:
+        """A generation of `cache` was handed out. hit: without waiting for a load."""
+        self._hits[cache] += hit
         self._attaches[cache] += 1
         self._attach_seconds[cache] = self._attach_seconds.get(cache, 0.0) + seconds
+
+    def evicted(self, cache: str) -> None:
+        """A generation was freed until an engine asks for it."""
+        self._evictions[cache] += 1
+
+    def restored(self, cache: str, seconds: float) -> None:
+        """A generation was read from a snapshot."""
+        self._restores[cache] += 1
+        self._restore_seconds[cache] = self._restore_seconds.get(cache, 0.0) + seconds
 
     def refused(self, answer: Message) -> None:
         """An engine got a final answer other than a generation."""
@@ -50,6 +64,10 @@ class Tally:
             fallbacks=dict(self._fallbacks),
             adoptions=self._adoptions,
             digest_failures=digest_failures,
+            hits=dict(+self._hits),
+            evictions=dict(self._evictions),
+            restores=dict(self._restores),
+            restore_seconds=dict(self._restore_seconds),
             phase_seconds={
                 cache.name: cache.generation.load_phases for cache in caches if cache.generation
             },

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 
 from weightcached.daemon.caches import Cache
 from weightcached.daemon.leases import Broadcast
@@ -43,6 +44,8 @@ class Holds:
         self._holds: dict[Hold, asyncio.TimerHandle] = {}
         self.loading: Cache | None = None
         self.changed = Broadcast()
+        # Processes that wait for a load themselves, with the number of their questions.
+        self._waiting: Counter[int] = Counter()
 
     def begin(self, process: int, name: str) -> Hold | None:
         """A new hold; None while a load has the device."""
@@ -64,9 +67,25 @@ class Holds:
         log.warning("%s held loads off for %.0f s: that is over", hold.name, self._limit_s)
         self.end(hold)
 
+    @contextlib.contextmanager
+    def waiting(self, process: int) -> Iterator[None]:
+        """In the block this process waits for a load itself, which its own hold must not prevent."""
+        self._waiting[process] += 1
+        self.changed.fire()
+        try:
+            yield
+        finally:
+            self._waiting[process] -= 1
+            if not self._waiting[process]:
+                del self._waiting[process]
+
     def names(self, *, but: int | None = None) -> list[str]:
         """The processes that hold loads off, without one of them."""
-        return [hold.name for hold in self._holds if hold.process != but]
+        return [
+            hold.name
+            for hold in self._holds
+            if hold.process != but and hold.process not in self._waiting
+        ]
 
     async def none(self, *, but: int | None = None) -> None:
         """Return once nobody but one process holds loads off."""

@@ -56,6 +56,7 @@ class Leased(Protocol):
 
     cache: str
     number: int
+    used_s: float
 
     @property
     def nbytes(self) -> int: ...
@@ -110,6 +111,7 @@ class Leases:
     ) -> Lease:
         lease = Lease(generation, pid, ask_to_unmap, label)
         self._leases[lease] = None
+        generation.used_s = time.monotonic()
         self.changed.fire()
         return lease
 
@@ -117,6 +119,7 @@ class Leases:
         """End a lease; one that has ended already is left alone."""
         if lease in self._leases:
             del self._leases[lease]
+            lease.generation.used_s = time.monotonic()
             self.changed.fire()
 
     def on(self, generation: Leased) -> list[Lease]:

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached.daemon import packets
@@ -67,6 +68,8 @@ class Delivery:
     index_fd: OwnedFd
     segment_fds: list[OwnedFd]
     source: Source = "loaded"
+    # Where it was restored from.
+    snapshot: Path | None = None
 
 
 class LoadRequest(NamedTuple):

@@ -36,9 +36,10 @@ from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
+from weightcached.daemon.residency import Residency
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
-from weightcached.daemon.snapshots import Snapshots
+from weightcached.daemon.snapshots import WRITTEN, Snapshots
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
     EXIT_CONFIG,
@@ -223,6 +224,7 @@ class Daemon:
         digest = partial(make_full_digest, on_progress=self._notifier.digesting)
         self.matcher = Matcher(self.caches, self.device, digest)
         self._snapshots = Snapshots(self.device, endpoint.socket.parent)
+        self._residency = Residency(self.device, self.caches, self.leases, self._snapshots)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -237,6 +239,8 @@ class Daemon:
             ahead=options.loaders_ahead,
             look=partial(Staleness, self.matcher.full_digest, partial(digest, idle=False)),
             snapshots=self._snapshots,
+            residency=self._residency,
+            tally=self.tally,
             unmap_parked=self.leases.unmap_parked,
             holds=self.holds,
             peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
@@ -283,6 +287,7 @@ class Daemon:
         self._keep(asyncio.create_task(self._stay_reachable()))
         if self._retry:
             self._keep(asyncio.create_task(self._keep_retrying()))
+        self._keep(asyncio.create_task(self._keep_evicting()))
         period_s = watchdog_period_s(os.environ)
         if period_s is not None:
             self._keep(asyncio.create_task(self._feed_watchdog(period_s)))
@@ -295,7 +300,7 @@ class Daemon:
         except ManifestError as e:
             return None if any(cache.generation for cache in self.caches) else e.exit_status
         failed = [outcome.cache for outcome in outcomes if outcome.outcome == "failed"]
-        if not failed or any(cache.generation for cache in self.caches):
+        if not failed or any(x.generation or x.state == "evicted" for x in self.caches):
             return None
         if not any(name in self.reconciler.retries for name in failed):
             return EXIT_CONFIG
@@ -310,6 +315,17 @@ class Daemon:
                 # A fault of ours in one round must not end the rounds.
                 log.exception("trying again failed")
             self._notifier.status(self._summary())
+
+    async def _keep_evicting(self) -> None:
+        """Evict on-demand caches that have been idle for long enough."""
+        while True:
+            changed = [self.caches.changed.next(), self.leases.changed.next()]
+            left_s = await self.reconciler.evict_idle()
+            try:
+                async with asyncio.timeout(left_s):
+                    await first_of(*(event.wait() for event in changed))
+            except TimeoutError:
+                pass
 
     async def stop(self) -> None:
         """The reverse of start: no new peer, no child, no peer, no descriptor.
@@ -382,6 +398,23 @@ class Daemon:
     def _count_ended_reload(self, _: asyncio.Task[ReloadResult]) -> None:
         self._reloads -= 1
 
+    def bring_back(self, cache: Cache) -> None:
+        """Begin to load or restore an evicted cache, which goes on even if nobody waits for it."""
+        log.info("asked for, it comes back cache=%s", cache.name)
+        cache.error = ""
+        cache.begin_load().expected_key = cache.last_key
+        self._keep(asyncio.create_task(self._bring_back(cache)))
+
+    async def _bring_back(self, cache: Cache) -> None:
+        try:
+            await self.reconciler.bring_back(cache)
+        except Exception:
+            log.exception("bringing back failed cache=%s", cache.name)
+            if cache.load is not None:
+                cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
+                self.caches.changed.fire()
+        self._notifier.status(self._summary())
+
     # ---- inspection
 
     def status(self) -> StatusReply:
@@ -396,13 +429,22 @@ class Daemon:
             software=__version__,
             counters=self.tally.counters(self.caches, digest_failures=self.matcher.digest_failures),
             old_generations=self.leases.old([c.generation for c in self.caches if c.generation]),
+            budget=self._residency.budget,
         )
 
     def _cache_status(self, cache: Cache) -> CacheStatus:
         retry_at = self.reconciler.retries.at(cache.name) if self._retry else None
         status = cache.status(self.leases, retry_at=retry_at)
-        outcome = self._snapshots.outcome(cache.generation) if cache.generation else ""
-        return msgspec.structs.replace(status, snapshot=outcome)
+        kept = self._snapshots.kept(cache.name)
+        outcome = WRITTEN if kept else ""
+        if cache.generation:
+            outcome = self._snapshots.outcome(cache.generation)
+        return msgspec.structs.replace(
+            status,
+            snapshot=outcome,
+            snapshot_use=self._snapshots.use(cache.name),
+            snapshot_bytes=kept.nbytes if kept else 0,
+        )
 
     def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]:
         """Free a generation of which process `by` has a copy, as soon as nobody holds it."""
@@ -450,6 +492,8 @@ class Daemon:
             for cache in self.caches
             if cache.error
         ]
+        if evicted := [cache.name for cache in self.caches if cache.state == "evicted"]:
+            parts.append(f"on demand: {', '.join(evicted)}")
         if self.reconciler.manifest_error:
             parts.append(f"manifest refused: {self.reconciler.manifest_error}")
         return "; ".join(parts)

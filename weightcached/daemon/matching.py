@@ -37,7 +37,16 @@ from weightcached.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-Answer = Generation | Loading | Mismatch | NeedDigest | Absent | Failed | Released
+
+class Evicted(NamedTuple):
+    """The cache that matches, as far as its key is known, once it is loaded or restored."""
+
+    cache: Cache
+
+
+# Answers without a generation that nothing but a change elsewhere makes another.
+Final = Mismatch | Absent | Failed | Released
+Answer = Generation | Evicted | Loading | NeedDigest | Final
 DigestChild = Callable[[CheckpointIdentity], Coroutine[None, None, str]]
 
 CHANGED = "the checkpoint changed since it was loaded: weightcachectl reload"
@@ -128,7 +137,9 @@ class Matcher:
             cached = offer.cache.checkpoint
             if offer.key is not None:
                 continue
-            if cached is None or not isinstance(offer.what, LoadProgress):
+            if cached is None or not (
+                isinstance(offer.what, LoadProgress) or offer.cache.state == "evicted"
+            ):
                 unknown.append(offer)
                 continue
             verdict = decide(
@@ -161,7 +172,7 @@ class Matcher:
     def _offers(self, key: WeightCacheKey) -> list[_Offer]:
         caches = [cache for cache in self._caches if cache.role == key.role]
         served = [_Offer(c, c.generation.key, c.generation) for c in caches if c.generation]
-        loading = [_Offer(c, c.load.key, c.load) for c in caches if c.load]
+        loading = [_Offer(c, c.load.key or c.load.expected_key, c.load) for c in caches if c.load]
         gone = [_Offer(c, c.last_key, None) for c in caches if not c.generation and not c.load]
         return served + loading + gone
 
@@ -257,6 +268,8 @@ def _final(offer: _Offer) -> Answer:
         return offer.what
     if isinstance(offer.what, LoadProgress):
         return loading(cache, offer.what)
+    if cache.state == "evicted":
+        return Evicted(cache)
     return (
         Released(cache=cache.name)
         if cache.state == "released"
@@ -270,10 +283,15 @@ def loading(cache: Cache, load: LoadProgress) -> Loading:
 
 
 def _without_match(unknown: list[_Offer], nearest: list[Mismatch]) -> Answer:
-    """No known key matches. A load with an unknown key still may; else name the nearest cache."""
+    """No known key matches. A load with an unknown key still may, also one that is yet to begin;
+    else name the nearest cache.
+    """
     for offer in unknown:
         if isinstance(offer.what, LoadProgress):
             return loading(offer.cache, offer.what)
+    for offer in unknown:
+        if offer.cache.state == "evicted":
+            return Evicted(offer.cache)
     if nearest:
         return min(nearest, key=lambda mismatch: len(mismatch.fields))
     return _final(unknown[0])

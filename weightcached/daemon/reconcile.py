@@ -18,11 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from weightcached.checkpoint.identity import CheckpointIdentity, record_checkpoint, with_sample
 from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ModelSpec, load_manifest
+from weightcached.config.ranks import layout_of
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
+from weightcached.daemon.counters import Tally
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import Holds
@@ -37,6 +41,7 @@ from weightcached.daemon.loading import (
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
+from weightcached.daemon.residency import Residency
 from weightcached.daemon.retries import Retries
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
@@ -53,12 +58,27 @@ _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
 # How often a rank looks for peers that have restored theirs, or had it all along.
 _PEERS_PERIOD_S = 2.0
+# How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
+_IDLE_LOOK_S = 0.25
+
+
+class NoRoomError(LoadFailedError):
+    """The budget has no room beside what engines use, and what must stay resident."""
 
 
 class Plan(NamedTuple):
     load: list[Wanted]
     unchanged: list[Wanted]
     drop: list[str]
+    # On demand: not loaded before an engine asks.
+    offer: list[Wanted]
+
+
+class Replaced(NamedTuple):
+    """A generation that had to go before its successor was there, and its snapshot."""
+
+    path: Path
+    spec_digest: str
 
 
 class Loader(Protocol):
@@ -127,13 +147,21 @@ def plan(
     """The caches to load, keep and drop.
 
     stale: caches that a load would make differently; empty `only`: all. A daemon that is `starting`
-    does not load caches that were dropped before.
+    does not load caches that were dropped before. On-demand models that are not served are loaded
+    only if they are named.
     """
     aside = caches.aside() if starting else {}
     chosen = [want for want in wanted if (not only or want.name in only) and want.name not in aside]
     load: list[Wanted] = []
     unchanged: list[Wanted] = []
+    offer: list[Wanted] = []
     for want in chosen:
+        cache = caches.get(want.name)
+        if want.spec.on_demand and not only and (cache is None or cache.generation is None):
+            # One that an engine waits for is loaded already, or will be.
+            if cache is None or cache.load is None:
+                offer.append(want)
+            continue
         current = is_current(want, caches, stale)
         (unchanged if current and not force else load).append(want)
     names = {want.name for want in wanted}
@@ -142,7 +170,7 @@ def plan(
         for cache in caches
         if cache.name not in names and (not only or cache.name in only)
     ]
-    return Plan(load, unchanged, drop)
+    return Plan(load, unchanged, drop, offer)
 
 
 def is_current(want: Wanted, caches: Caches, stale: Collection[str]) -> bool:
@@ -169,6 +197,8 @@ class Reconciler:
         ahead: int | None = None,
         look: Callable[[], Staleness],
         snapshots: Snapshots,
+        residency: Residency,
+        tally: Tally,
         unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
         holds: Holds | None = None,
         peers: GroupPeers | None = None,
@@ -189,6 +219,8 @@ class Reconciler:
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
         self._snapshots = snapshots
+        self._residency = residency
+        self._tally = tally
         self._lock = asyncio.Lock()
         # Failed caches that may load if tried again without a change.
         self.retries = Retries()
@@ -228,8 +260,11 @@ class Reconciler:
                 for want in todo.load:
                     self.retries.settled(want.name)
                     self._queue(want)
+                kept += [self._offer(want) for want in todo.offer]
                 self._wanted = {want.name: want for want in wanted}
                 outcomes = [await self._drop(name) for name in todo.drop] + kept
+                for want in todo.offer:
+                    await self._find_key(want, look)
             finally:
                 self.settled.set()
             await self._note_aside()
@@ -263,6 +298,77 @@ class Reconciler:
                     await run.discard()
                     self._caches.changed.fire()
 
+    def _offer(self, want: Wanted) -> CacheOutcome:
+        """On demand and not served: nothing is loaded before an engine asks."""
+        cache = self._ensure(want)
+        self.retries.settled(want.name)
+        if cache.state != "evicted":
+            cache.offer(None, 0)
+        return CacheOutcome(cache=cache.name, outcome="unchanged")
+
+    async def _find_key(self, want: Wanted, look: Staleness) -> None:
+        """By what an engine is told that an offered cache is its own: the key in its snapshot, or
+        the checkpoint.
+        """
+        path = await self._snapshots.find(want, look.reason)
+        checkpoint = await asyncio.to_thread(_checkpoint_of, want)
+        kept, cache = self._snapshots.kept(want.name), self._caches.get(want.name)
+        if cache is not None and cache.state == "evicted":
+            cache.checkpoint = checkpoint
+            cache.offer(*((kept.key, kept.nbytes) if path and kept else (None, 0)))
+
+    async def bring_back(self, cache: Cache) -> None:
+        """Load or restore a cache for which an engine has asked, and whose load has begun."""
+        async with self._lock:
+            want = self._wanted.get(cache.name)
+            if want is None or self._caches.get(cache.name) is not cache or cache.load is None:
+                # Gone from the manifest, or loaded by a reload meanwhile.
+                return
+            await self._load_all([want], self._look())
+
+    async def evict(self, cache: Cache) -> None:
+        """Stop serving a cache until an engine asks for it; free its memory."""
+        self.retries.settled(cache.name)
+        if cache.generation is None:
+            cache.offer(cache.last_key, cache.last_nbytes)
+            await self._set_aside(None)
+            return
+        generation = cache.evict()
+        self._tally.evicted(cache.name)
+        log.info(
+            "evicted cache=%s generation=%d bytes=%d",
+            cache.name,
+            generation.number,
+            generation.nbytes,
+        )
+        await self._set_aside(generation)
+
+    def is_writing(self, cache: Cache) -> bool:
+        """Whether the snapshot of the served generation is being written, or is to be."""
+        return cache.generation is not None and self._snapshots.is_writing(cache.generation)
+
+    async def evict_idle(self) -> float | None:
+        """Evict on-demand caches that no engine has held for their `idle_evict_s`.
+
+        Returns the seconds until the next may be due; None if none may.
+        """
+        left: list[float] = []
+        for name, want in self._wanted.items():
+            cache = self._caches.get(name)
+            generation = cache.generation if cache else None
+            if cache is None or generation is None or not want.spec.idle_evict_s:
+                continue
+            if not self._residency.is_idle(cache) or self._residency.is_held(cache):
+                continue
+            due_s = generation.used_s + want.spec.idle_evict_s - time.monotonic()
+            # Or it would have to be loaded instead of restored.
+            if due_s <= 0 and not self.is_writing(cache):
+                log.info("evicted after its idle time cache=%s", name)
+                await self.evict(cache)
+            else:
+                left.append(max(due_s, _IDLE_LOOK_S))
+        return min(left, default=None)
+
     async def retry(self) -> None:
         """Load the caches that are due to be tried again, by the manifest as last read."""
         async with self._lock:
@@ -274,7 +380,7 @@ class Reconciler:
             for name in due:
                 want, cache = self._wanted.get(name), self._caches.get(name)
                 # Dropped while we looked.
-                dropped = cache is not None and cache.state == "released"
+                dropped = cache is not None and cache.state in ("released", "evicted")
                 if want is None or dropped or is_current(want, self._caches, stale):
                     self.retries.settled(name)
                 else:
@@ -293,6 +399,7 @@ class Reconciler:
             raise
         self.manifest_error = ""
         self._snapshots.spec = manifest.snapshots
+        self._residency.budget = manifest.budget_of(self._device)
         wanted = wanted_caches(manifest, self._device)
         if not wanted:
             log.warning("manifest places no model here manifest=%s device=%s", path, self._device)
@@ -326,15 +433,18 @@ class Reconciler:
         return stale
 
     def _keep_unchanged(self, want: Wanted) -> CacheOutcome:
-        cache = self._caches.ensure(want.name, want.role)
-        cache.identity = want.spec.identity
+        cache = self._ensure(want)
         # The failure of an earlier reload does not concern the served generation.
         cache.error = ""
         return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_served_number(cache))
 
-    def _queue(self, want: Wanted) -> None:
+    def _ensure(self, want: Wanted) -> Cache:
         cache = self._caches.ensure(want.name, want.role)
-        cache.identity = want.spec.identity
+        cache.identity, cache.resident = want.spec.identity, want.spec.resident
+        return cache
+
+    def _queue(self, want: Wanted) -> None:
+        cache = self._ensure(want)
         cache.checkpoint = None
         cache.begin_load()
         looking = asyncio.create_task(self._look_at_checkpoint(cache, want))
@@ -357,11 +467,22 @@ class Reconciler:
         left = list(wanted)
         try:
             for position, want in enumerate(wanted):
-                async with self._holds.device_for(self._caches.ensure(want.name, want.role)):
+                cache = self._caches.ensure(want.name, want.role)
+                async with self._holds.device_for(cache):
+                    try:
+                        replaced = await self._make_room(cache, want)
+                    except NoRoomError as e:
+                        outcomes.append(self._refuse(cache, e))
+                        left.remove(want)
+                        if want.name in started:
+                            await started[want.name].discard()
+                        continue
                     for coming in wanted[position : position + 1 + self._ahead]:
                         if coming.name not in started:
                             started[coming.name] = self._start(coming, look, at_once=coming is want)
                     outcomes.append(await self._load(want, started[want.name]))
+                    if replaced is not None and cache.generation is None:
+                        await self._restore_replaced(cache, want, replaced)
                 left.remove(want)
         finally:
             for want in left:
@@ -373,12 +494,89 @@ class Reconciler:
             self._write_snapshots()
         return outcomes
 
+    async def _make_room(self, cache: Cache, want: Wanted) -> Replaced | None:
+        """Evict what stands in the way of a load, as far as its size is known.
+
+        The served generation of the same cache goes last, if it can be restored: it is returned.
+        Raises NoRoomError, but only for a size that is known.
+        """
+        old = cache.generation
+        nbytes = old.nbytes if old else cache.last_nbytes or _estimated_bytes(cache, want)
+        if await self._residency.make_room(cache, nbytes, self.evict):
+            return None
+        if old is not None:
+            path = self._snapshots.path_of(old)
+            if path is None or not self._residency.is_unmapped(old):
+                # The new one may be smaller.
+                return None
+            await self.evict(cache)
+            return Replaced(path, old.spec_digest)
+        if cache.last_nbytes:
+            raise NoRoomError(self._residency.no_room(cache, nbytes))
+        return None
+
+    async def _check_room(self, cache: Cache, delivery: Delivery) -> None:
+        """Evict others if a load turned out to be larger than expected. Raises NoRoomError.
+
+        The delivery is freed then.
+        """
+        nbytes, old = delivery.index.nbytes, cache.generation
+        # Publishing frees it.
+        beside = nbytes - old.nbytes if old and self._residency.is_unmapped(old) else nbytes
+        if await self._residency.make_room(cache, beside, self.evict):
+            return
+        close_all([delivery.index_fd, *delivery.segment_fds])
+        cache.last_nbytes = nbytes
+        raise NoRoomError(self._residency.no_room(cache, nbytes))
+
+    def _refuse(self, cache: Cache, error: NoRoomError) -> CacheOutcome:
+        self._record_failure(cache, error)
+        self._caches.changed.fire()
+        return CacheOutcome(
+            cache=cache.name,
+            outcome="failed",
+            generation=_served_number(cache),
+            error=cache.error,
+        )
+
+    async def _restore_replaced(self, cache: Cache, want: Wanted, replaced: Replaced) -> None:
+        """The load failed for which the served generation had to go: bring that one back."""
+        error = cache.error
+        request = self._request(cache, want)._replace(spec_digest=replaced.spec_digest)
+        load = cache.begin_load()
+        run = self._loader(
+            request,
+            on_progress=load.advance,
+            on_key=lambda key: setattr(load, "key", key),
+            turn=_given_turn(),
+            command=self._snapshots.restorer(replaced.path, want.spec.python),
+        )
+        try:
+            delivery = await run.run()
+        except (LoadFailedError, OSError) as e:
+            log.error("the generation before cannot be restored cache=%s error=%s", cache.name, e)
+            cache.fail_load(f"{error}; the generation before cannot be restored: {e}")
+        else:
+            log.info("the generation before is restored cache=%s", cache.name)
+            await self._publish(cache, replace(delivery, source="restored", snapshot=replaced.path))
+            cache.error = error
+        finally:
+            self._caches.changed.fire()
+
     def _write_snapshots(self) -> None:
         for want in self._wanted.values():
             cache = self._caches.get(want.name)
             generation = cache.generation if cache else None
             if generation is not None and generation.spec_digest == want.spec_digest:
                 self._snapshots.write_later(generation, want.spec.python)
+
+    async def write_snapshot(self, generation: Generation) -> str:
+        """Write the snapshot of a served generation now. Returns why it was not, or "".
+
+        Raises SnapshotError without a directory.
+        """
+        want = self._wanted.get(generation.cache)
+        return await self._snapshots.write_now(generation, want.spec.python if want else None)
 
     def _give_up(self, want: Wanted) -> None:
         """A fault of ours ended the round before it was this cache's turn, or in it."""
@@ -402,6 +600,7 @@ class Reconciler:
         began_s = time.monotonic()
         try:
             delivery = await run.delivery()
+            await self._check_room(cache, delivery)
         except LoadFailedError as e:
             self._record_failure(cache, e)
         except OSError as e:
@@ -410,6 +609,8 @@ class Reconciler:
             )
         else:
             await self._publish(cache, delivery)
+            if delivery.source == "restored":
+                self._tally.restored(cache.name, time.monotonic() - began_s)
         finally:
             self._caches.changed.fire()
         return CacheOutcome(
@@ -429,7 +630,9 @@ class Reconciler:
         *,
         along: bool,
     ) -> Delivery:
+        expected_key = cache.load.expected_key if cache.load else None
         load = cache.begin_load()
+        load.expected_key = expected_key
 
         def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
             advanced = load.advance(phase, done_bytes, total_bytes)
@@ -448,18 +651,14 @@ class Reconciler:
             on_key=on_key,
             turn=turn,
         )
-        path = await self._snapshots.find(want, look.reason) if look else None
+        path = await self._snapshots.find(want, look.reason if look else None)
         if path is not None:
             try:
                 restored = run(command=self._snapshots.restorer(path, want.spec.python))
-                return replace(await restored.run(), source="restored")
+                return replace(await restored.run(), source="restored", snapshot=path)
             except LoadFailedError as e:
-                log.warning(
-                    "snapshot not used, it is loaded cache=%s path=%s reason=%s",
-                    cache.name,
-                    path,
-                    e,
-                )
+                log.warning("a snapshot could not be restored, it is loaded cache=%s", cache.name)
+                self._snapshots.reject(cache.name, path, str(e))
         if want.spec.rendezvous is None or self._peers is None or along:
             return await run().run()
         caller = asyncio.create_task(self._call_peers(self._peers, want, load, turn))
@@ -523,6 +722,9 @@ class Reconciler:
             generation.retire()
             raise
         self.retries.settled(cache.name)
+        if delivery.snapshot is not None:
+            self._snapshots.restored(generation, delivery.snapshot)
+            _take_over_digest(generation, cache.last_key)
         old = cache.publish(generation)
         log.info(
             "ready cache=%s generation=%d segments=%d bytes=%d seconds=%.1f",
@@ -536,11 +738,13 @@ class Reconciler:
             await self._retire(old)
 
     def _record_failure(self, cache: Cache, error: LoadFailedError) -> None:
-        if error.permanent:
+        no_room, on_demand = isinstance(error, NoRoomError), cache.resident == "on-demand"
+        if error.permanent or (no_room and (on_demand or cache.generation is not None)):
             self.retries.settled(cache.name)
         else:
             self.retries.failed(cache.name)
-        cache.fail_load(str(error))
+        # Its next engine may find room.
+        cache.fail_load(str(error), evicted=no_room and on_demand)
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
             cache.name,
@@ -568,7 +772,7 @@ class Reconciler:
 
     async def release(self, cache: Cache, *, by: int) -> None:
         """Free the generation of a cache whose engines have copies of their own, the last one process `by`."""
-        generation = cache.release()
+        generation = cache.evict() if cache.resident == "on-demand" else cache.release()
         log.info(
             "released cache=%s generation=%d bytes=%d",
             cache.name,
@@ -648,6 +852,30 @@ def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
     except (WeightcachedError, OSError, TypeError, ValueError) as e:
         log.debug("cannot tell which checkpoint will be loaded cache=%s: %s", want.name, e)
         return None
+
+
+def _estimated_bytes(cache: Cache, want: Wanted) -> int:
+    """The weight files' share of one rank; 0 if they are unknown before the load."""
+    if cache.checkpoint is None:
+        return 0
+    layout = layout_of(want.spec.engine)
+    nbytes = sum(file.size for file in cache.checkpoint.files)
+    return nbytes // (layout.tp_size * layout.pp_size)
+
+
+def _take_over_digest(generation: Generation, last_key: WeightCacheKey | None) -> None:
+    """A restored generation was loaded from the same files as it was before its eviction."""
+    if last_key is None or generation.full_digest:
+        return
+    last, now = last_key.checkpoint, generation.key.checkpoint
+    if msgspec.structs.replace(last, full=now.full) == now:
+        generation.full_digest = last.full
+
+
+def _given_turn() -> asyncio.Event:
+    turn = asyncio.Event()
+    turn.set()
+    return turn
 
 
 def _served_number(cache: Cache) -> int:

@@ -7,24 +7,25 @@ deadline, or ends with the peer. Which cache fits a key is decided in matching.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import Protocol
 
 from weightcached import __version__
 from weightcached.daemon import packets, untrusted_fds
-from weightcached.daemon.caches import Cache, Caches, Generation
+from weightcached.daemon.caches import QUEUED, Cache, Caches, Generation
 from weightcached.daemon.counters import Tally
 from weightcached.daemon.fairness import REQUEST_UNITS, Queues, Ticket
 from weightcached.daemon.holds import Hold, Holds
 from weightcached.daemon.leases import Lease, Leases
 from weightcached.daemon.logs import printable
-from weightcached.daemon.matching import Answer, Matcher, loading
+from weightcached.daemon.matching import Answer, Evicted, Final, Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
-from weightcached.errors import ProtocolError
+from weightcached.errors import ProtocolError, SnapshotError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
@@ -36,6 +37,7 @@ from weightcached.wire.messages import (
     Descriptors,
     Done,
     Drop,
+    Evict,
     Failed,
     Fallback,
     Hello,
@@ -60,6 +62,7 @@ from weightcached.wire.messages import (
     Unmap,
     Verify,
     Welcome,
+    WriteSnapshot,
     decode_request,
     encode,
     refusal,
@@ -77,6 +80,7 @@ REPEAT_S = 1.0
 PROGRESS_S = 0.25
 # The load is over, but the old generation is still being freed.
 PUBLISHING = "publishing"
+WRITING_SNAPSHOT = "writing the snapshot"
 _LABEL_CHARS = 200
 _FILES_PER_UNIT = 256
 
@@ -95,6 +99,8 @@ class SessionHost(Protocol):
     reconciler: Reconciler
 
     def status(self) -> StatusReply: ...
+
+    def bring_back(self, cache: Cache) -> None: ...
 
     def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]: ...
 
@@ -225,56 +231,102 @@ class Session:
                 await self._hold_loads(request)
             case Parked():
                 await self._park(request)
-            case Reload():
-                await self._reload(request)
-            case Drop():
-                await self._drop(request)
-            case Verify():
-                await self._verify(request)
-            case Fallback():
-                await self._count_fallback(request)
             case Hello():
                 raise ProtocolError("a second Hello: it is the first message and comes once")
+            case _:
+                await self._answer_tool(request)
+
+    async def _answer_tool(self, request: Request) -> None:
+        match request:
+            case Reload():
+                await self._reload(request)
+            case Drop() | Evict():
+                await self._free(request)
+            case Verify():
+                await self._verify(request)
+            case WriteSnapshot():
+                await self._write_snapshot(request)
+            case Fallback():
+                await self._count_fallback(request)
 
     # ---- engines
 
     async def _attach(self, request: Attach) -> None:
         changed = self._service.caches.changed
+        hit = True
+        # The caches that this request has brought back.
+        asked: set[str] = set()
         while True:
             event = changed.next()
             began_s = time.monotonic()
-            answer = await self._answer_attach(request)
+            answer = await self._match(
+                request.key, asked, sampled=request.identity == "sampled", cache=request.cache
+            )
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
                 self._begin_lease(answer)
                 await self._hand_out(answer)
-                self._service.tally.attached(answer.cache, time.monotonic() - began_s)
+                self._service.tally.attached(answer.cache, time.monotonic() - began_s, hit=hit)
                 return
+            hit = False
             await self._send(answer)
             if not isinstance(answer, Loading | NeedDigest):
                 self._service.tally.refused(answer)
             if not (request.wait and isinstance(answer, Loading)):
                 log.info("attach refused pid=%d answer=%s", self._peer.pid, type(answer).__name__)
                 return
-            await changed.wait(event, timeout_s=REPEAT_S)
+            with self._waiting(answer.cache):
+                await changed.wait(event, timeout_s=REPEAT_S)
             # Hundreds may be woken at once, and comparing long lists of files takes its time.
             await self._ticket.turn(
                 REQUEST_UNITS + len(request.key.checkpoint.files) // _FILES_PER_UNIT
             )
 
-    async def _answer_attach(self, request: Attach) -> Answer:
-        if request.cache:
-            return self._service.matcher.newest(request.cache, request.key)
-        return await self._match(request.key, sampled=request.identity == "sampled")
+    async def _match(
+        self, key: WeightCacheKey, asked: set[str], *, sampled: bool = False, cache: str = ""
+    ) -> Generation | Final | Loading | NeedDigest:
+        """The matcher's answer. A daemon that starts waits for the manifest if no key matches.
 
-    async def _match(self, key: WeightCacheKey, *, sampled: bool = False) -> Answer:
-        """The matcher's answer. A daemon that starts waits for the manifest if no key matches."""
-        answer = await self._service.matcher.match(key, sampled=sampled)
-        settled = self._service.reconciler.settled
-        if isinstance(answer, Generation) or settled.is_set():
+        An evicted cache comes back, but once for each question: `asked` has those that did. With
+        `cache` the newest generation of that one matches, if it is not the checkpoint that differs.
+        """
+        service = self._service
+
+        async def match() -> Answer:
+            if cache:
+                return service.matcher.newest(cache, key)
+            return await service.matcher.match(key, sampled=sampled)
+
+        answer = await match()
+        if not isinstance(answer, Generation) and not service.reconciler.settled.is_set():
+            await service.reconciler.settled.wait()
+            answer = await match()
+        if not isinstance(answer, Evicted):
             return answer
-        await settled.wait()
-        return await self._service.matcher.match(key, sampled=sampled)
+        evicted = answer.cache
+        if evicted.name in asked and evicted.error:
+            return Failed(cache=evicted.name, error=evicted.error)
+        asked.add(evicted.name)
+        service.bring_back(evicted)
+        if evicted.load:
+            return loading(evicted, evicted.load)
+        return Loading(cache=evicted.name, phase=QUEUED)
+
+    @contextlib.contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        """While this engine waits for a cache, that one is not evicted once it is there, and this
+        engine's own hold does not keep it from loading.
+        """
+        cache = self._service.caches.get(name)
+        if cache is None:
+            yield
+            return
+        cache.waiting[self] = _name(self._peer)
+        try:
+            with self._service.holds.waiting(self._peer.process):
+                yield
+        finally:
+            del cache.waiting[self]
 
     def _begin_lease(self, generation: Generation) -> None:
         if generation not in self._leases:
@@ -300,7 +352,7 @@ class Session:
                 )
 
     async def _memory(self, request: Memory) -> None:
-        answer = await self._match(request.key)
+        answer = await self._match(request.key, set())
         await self._send(_ready(answer) if isinstance(answer, Generation) else answer)
 
     async def _release(self) -> None:
@@ -394,38 +446,48 @@ class Session:
         result = task.result()
         await self._send(ReloadReply(outcomes=result) if isinstance(result, list) else result)
 
-    async def _drop(self, request: Drop) -> None:
+    async def _free(self, request: Drop | Evict) -> None:
+        reconciler = self._service.reconciler
+        cache = self._find_unused(request)
+        if isinstance(cache, Refused):
+            await self._send(cache)
+            return
+        verb = "dropped" if isinstance(request, Drop) else "evicted"
+        log.info("%s on request cache=%s pid=%d", verb, cache.name, self._peer.pid)
+        await (reconciler.drop(cache) if isinstance(request, Drop) else reconciler.evict(cache))
+        await self._send(Done())
+
+    def _find_unused(self, request: Drop | Evict) -> Cache | Refused:
+        """The cache, if nobody would be surprised by its end; else the reason why it stays."""
         service = self._service
+        verb, force = ("drop", request.force) if isinstance(request, Drop) else ("evict", False)
         cache = service.caches.get(request.cache)
         if cache is None:
             name = printable(request.cache, 300)
-            refused = refusal(
+            return refusal(
                 "unknown-cache",
                 f"no cache {name!r} on {service.device}: it has {service.caches.names()}",
             )
-        elif cache.load is not None:
-            refused = refusal(
+        if cache.load is not None:
+            return refusal(
                 "loading",
-                f"{cache.name} is being loaded ({cache.load.phase}): drop it when that is over",
+                f"{cache.name} is being loaded ({cache.load.phase}): {verb} it when that is over",
             )
-        elif (
-            not request.force
-            and cache.generation is not None
-            # Engines on an older generation keep it in any case.
-            and (awake := service.leases.awake(cache.generation))
-        ):
+        if verb == "evict" and service.reconciler.is_writing(cache):
+            return refusal(
+                "busy", f"the snapshot of {cache.name} is being written: evict it when that is over"
+            )
+        # Engines on an older generation keep it in any case.
+        awake = service.leases.awake(cache.generation) if cache.generation is not None else []
+        if awake and not force:
             engines = ", ".join(lease.status().name for lease in awake)
-            refused = refusal(
+            forced = ", or drop it with --force" if verb == "drop" else ""
+            return refusal(
                 "in-use",
-                f"{cache.name} is in use by {engines}: stop the engine, or drop it with --force; weights "
+                f"{cache.name} is in use by {engines}: stop the engine{forced}; weights "
                 "that an engine has mapped stay valid",
             )
-        else:
-            log.info("dropped on request cache=%s pid=%d", cache.name, self._peer.pid)
-            await service.reconciler.drop(cache)
-            await self._send(Done())
-            return
-        await self._send(refused)
+        return cache
 
     async def _verify(self, request: Verify) -> None:
         cache = self._service.caches.get(request.cache)
@@ -433,6 +495,26 @@ class Session:
             await self._hand_out(cache.generation)
         else:
             await self._send(self._nothing_to_verify(request.cache, cache))
+
+    async def _write_snapshot(self, request: WriteSnapshot) -> None:
+        cache = self._service.caches.get(request.cache)
+        if cache is None or cache.generation is None:
+            name = printable(request.cache, 300)
+            what = f"its state is {cache.state}" if cache else "there is no such cache"
+            await self._send(refusal("unknown-cache", f"{name} is not served: {what}"))
+            return
+        writing = asyncio.create_task(self._service.reconciler.write_snapshot(cache.generation))
+        try:
+            while not writing.done():
+                await self._send(Progress(cache=cache.name, phase=WRITING_SNAPSHOT))
+                await asyncio.wait({writing}, timeout=REPEAT_S)
+            error = writing.result()
+        except SnapshotError as e:
+            error = str(e)
+        finally:
+            # The writer is the daemon's and goes on.
+            await end_tasks(writing)
+        await self._send(Refused(code=SnapshotError.code, message=error) if error else Done())
 
     def _nothing_to_verify(self, name: str, cache: Cache | None) -> Message:
         if cache is None:

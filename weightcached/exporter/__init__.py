@@ -1,1 +1,1 @@
-"""Prometheus metrics and the health page."""
+"""One page of this node, Prometheus metrics and the health of the node."""

@@ -25,7 +25,7 @@ from weightcached.wire.services import Services
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _ENGINE_STATES = ("starting", "serving", "taking-over", "draining", "asleep", "stopping")
-_STATES = ("loading", "ready", "failed", "released")
+_STATES = ("loading", "ready", "failed", "released", "evicted")
 
 
 def text_of(node: Node) -> str:
@@ -148,6 +148,23 @@ def _counters(counters: dict[str, Counters]) -> Iterator[Metric]:
         "Time of the served generation's load.",
         labels=[*names, "phase"],
     )
+    restores = SummaryMetricFamily(
+        "weightcached_restore_seconds",
+        "Time to bring a generation back from its snapshot.",
+        labels=names,
+    )
+    by_cache = {
+        "hits": CounterMetricFamily(
+            "weightcached_attach_hits",
+            "Attaches that waited for no load.",
+            labels=names,
+        ),
+        "evictions": CounterMetricFamily(
+            "weightcached_evictions",
+            "Generations freed until an engine asks for them.",
+            labels=names,
+        ),
+    }
     by_label = {
         "mismatches": CounterMetricFamily(
             "weightcached_mismatches",
@@ -185,9 +202,16 @@ def _counters(counters: dict[str, Counters]) -> Iterator[Metric]:
         for cache, seconds in counted.phase_seconds.items():
             for phase, value in seconds.items():
                 phases.add_metric([*_labels(device, cache), phase], value)
+        for cache, count in counted.restores.items():
+            restores.add_metric(
+                _labels(device, cache), count, counted.restore_seconds.get(cache, 0.0)
+            )
+        for name, family in by_cache.items():
+            for cache, count in getattr(counted, name).items():
+                family.add_metric(_labels(device, cache), count)
         for name, family in by_label.items():
             for label, count in getattr(counted, name).items():
                 family.add_metric([device, label], count)
         for name, family in plain.items():
             family.add_metric([device], getattr(counted, name))
-    yield from (attaches, phases, *by_label.values(), *plain.values())
+    yield from (attaches, phases, restores, *by_cache.values(), *by_label.values(), *plain.values())

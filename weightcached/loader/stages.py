@@ -176,7 +176,7 @@ class Load:
         if self._peers is not None:
             # From here on nobody needs the others, nor the place that rank 0 serves.
             self._daemon.phase("meeting")
-            self._peers.meet("loaded")
+            self._peers.part("loaded")
         if self._job.role == "draft":
             draft_sharing.leave_out(model, self._vllm_config)
         return model, watch.read(str(self._vllm_config.load_config.load_format))

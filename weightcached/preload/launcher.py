@@ -150,10 +150,10 @@ def _check_arguments(engine: dict[str, Any], options: PreloadOptions) -> dict[st
     _check_ports(engine, options)
     layout_of(engine)
     found = dict(engine)
-    found["model"] = _make_absolute(engine["model"])
+    found["model"] = make_absolute(engine["model"])
     speculative = engine.get("speculative_config")
     if isinstance(speculative, dict) and isinstance(speculative.get("model"), str):
-        found["speculative_config"] = {**speculative, "model": _make_absolute(speculative["model"])}
+        found["speculative_config"] = {**speculative, "model": make_absolute(speculative["model"])}
     return found
 
 
@@ -173,7 +173,8 @@ def _check_ports(engine: dict[str, Any], options: PreloadOptions) -> None:
             raise PreloadError(f"{option} {port} is the engine's --master-port too: choose another")
 
 
-def _make_absolute(model: str) -> str:
+def make_absolute(model: str) -> str:
+    """A path for a daemon, which runs in another directory; a Hub id as it is."""
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 
@@ -195,10 +196,10 @@ def local_devices(engine: Mapping[str, Any], environ: Mapping[str, str]) -> list
 
 
 def _manifest_entry(engine: dict[str, Any], devices: list[str]) -> dict[str, Any]:
-    return {"name": _name(engine["model"]), "devices": devices, "engine": engine}
+    return {"name": model_name(engine["model"]), "devices": devices, "engine": engine}
 
 
-def _name(model: str) -> str:
+def model_name(model: str) -> str:
     """A name for the manifest: the last part of a path or Hub id."""
     last = model.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]", "-", last)[:100] or "model"

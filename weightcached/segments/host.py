@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.backend_name import BackendName
-from weightcached.system.cgroups import memory_room
+from weightcached.system.cgroups import machine_memory, memory_room
 from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_sealed
 
 if TYPE_CHECKING:
@@ -223,12 +223,7 @@ class HostBackend:
         return HostMapping(maps)
 
     def free_bytes(self) -> tuple[int, int]:
-        values: dict[str, int] = {}
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            for line in meminfo:
-                name, _, rest = line.partition(":")
-                values[name] = int(rest.split()[0]) * 1024
-        free, total = values["MemAvailable"], values["MemTotal"]
+        free, total = machine_memory()
         # Beyond its group's limit the kernel kills a process, however much the machine has left.
         room = memory_room()
         return (free, total) if room is None else (min(free, room.free), min(total, room.limit))

@@ -262,6 +262,11 @@ def make_private(directory: Path) -> None:
     _open_directory(directory).close()
 
 
+def check_private(directory: Path) -> None:
+    """Check that only this user may write to an existing directory. Raises SnapshotError."""
+    _open_directory(directory).close()
+
+
 def remove_leftovers(directory: Path) -> int:
     """Remove the remains of dead writers in a cache's directory. Returns their number."""
     removed = 0

@@ -22,6 +22,16 @@ _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 _NO_LIMIT = 1 << 60
 
 
+def machine_memory() -> tuple[int, int]:
+    """Bytes that the machine can give without swapping, and all that it has; limits not counted."""
+    values: dict[str, int] = {}
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        for line in meminfo:
+            name, _, rest = line.partition(":")
+            values[name] = int(rest.split()[0]) * 1024
+    return values["MemAvailable"], values["MemTotal"]
+
+
 class Room(NamedTuple):
     """The tightest limit: `free` bytes of `limit` are left. file: the file with the limit."""
 

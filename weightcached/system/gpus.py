@@ -23,13 +23,17 @@ _PROC_VERSION_LINE = re.compile(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", re
 
 
 class GpuInfo(NamedTuple):
-    """One CUDA device. total_bytes: 0 if unknown; parent: the physical GPU of a MIG device."""
+    """One CUDA device. total_bytes: 0 if unknown; parent: the physical GPU of a MIG device.
+
+    free_bytes: when it was asked.
+    """
 
     uuid: str
     name: str
     total_bytes: int
     mig: bool = False
     parent: str = ""
+    free_bytes: int = 0
 
 
 class Holder(NamedTuple):
@@ -202,12 +206,14 @@ def _mig_enabled(nvml: Any, handle: Any) -> bool:
 
 
 def _info(nvml: Any, handle: Any, parent: str = "") -> GpuInfo:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return GpuInfo(
         uuid=nvml.nvmlDeviceGetUUID(handle),
         name=nvml.nvmlDeviceGetName(handle),
-        total_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        total_bytes=int(memory.total),
         mig=bool(parent),
         parent=parent,
+        free_bytes=int(memory.free),
     )
 
 

@@ -189,6 +189,12 @@ def config_home() -> Path:
     return Path(base) if base else home() / ".config"
 
 
+def data_home() -> Path:
+    """$XDG_DATA_HOME, or ~/.local/share. Raises HomeError."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return Path(base) if base else home() / ".local/share"
+
+
 def manifest_path(explicit: Path | None = None) -> Path:
     """The manifest in force: the explicit one, the user's, or the machine's.
 

@@ -1,8 +1,9 @@
 """`weightcachectl install` and `uninstall`: the unit files and an example manifest in the user's
-configuration.
+configuration, and other files that the caller has made.
 
-Every file written begins with a line that holds the digest of the rest. So a file that somebody has
-edited is recognised, by this and by every later version, and never overwritten or removed.
+Every file written has a line at its beginning that holds the digest of the rest. So a file that
+somebody has edited is recognised, by this and by every later version, and never overwritten or
+removed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,9 +30,9 @@ MANIFEST = "manifest.yaml"
 # Path of the commands in the tree's unit files, as a distribution would install them.
 _PACKAGED_BIN = "/usr/bin"
 _COMMANDS = ("weightcached", "weightcachectl")
-_HEADER = re.compile(
-    r"# Written by 'weightcachectl install', unchanged while sha256 is ([0-9a-f]{64})\n"
-)
+_WRITTEN_BY = "Written by 'weightcachectl install', unchanged while sha256 is "
+# Manual pages have their own comments.
+_HEADER = re.compile(rf"""^(?:#|\.\\") {_WRITTEN_BY}([0-9a-f]{{64}})\n""", re.MULTILINE)
 
 Action = Literal["wrote", "unchanged", "updated", "kept", "removed", "absent"]
 
@@ -49,20 +50,26 @@ def unit_dir() -> Path:
 
 
 def destinations() -> dict[Path, str]:
-    """Every file that install() writes, and the name of its source."""
+    """The units and the manifest as install() writes them, and the name of each one's source."""
     files = {unit_dir() / name: name for name in UNITS}
-    return files | {config_home() / "weightcached" / MANIFEST: MANIFEST}
+    return files | {user_manifest(): MANIFEST}
 
 
-def install(*, bin_dir: Path | None = None) -> list[Outcome]:
-    """Write missing files, update unedited ones, keep the rest.
+def user_manifest() -> Path:
+    """The user's own manifest."""
+    return config_home() / "weightcached" / MANIFEST
+
+
+def install(
+    *, bin_dir: Path | None = None, others: Mapping[Path, str] | None = None
+) -> list[Outcome]:
+    """Write missing files, update unedited ones, keep the rest; others: the text of more files.
 
     Raises InstallError before it writes anything.
     """
     commands = bin_dir or commands_dir()
-    contents = {
-        path: _with_header(_content(name, commands)) for path, name in destinations().items()
-    }
+    texts = {path: _content(name, commands) for path, name in destinations().items()}
+    contents = {path: _with_header(text) for path, text in {**texts, **(others or {})}.items()}
     return [
         _try_action(path, lambda path: Outcome(path, _write(path, contents[path])))
         for path in contents
@@ -78,10 +85,11 @@ def commands_dir() -> Path:
     return Path(sysconfig.get_path("scripts"))
 
 
-def uninstall() -> list[Outcome]:
+def uninstall(others: Iterable[Path] = ()) -> list[Outcome]:
     """Remove unedited files of install(), and the links that enable them. Raises InstallError."""
     outcomes = [
-        _try_action(path, lambda path: Outcome(path, _remove(path))) for path in destinations()
+        _try_action(path, lambda path: Outcome(path, _remove(path)))
+        for path in (*destinations(), *others)
     ]
     gone = {outcome.path for outcome in outcomes if outcome.action != "kept"}
     links = [
@@ -94,8 +102,10 @@ def uninstall() -> list[Outcome]:
 
 def is_unmodified(text: str) -> bool:
     """Whether a file's text is as install() wrote it, in this version or another."""
-    header = _HEADER.match(text)
-    return header is not None and header[1] == _digest(text[header.end() :])
+    header = _HEADER.search(text)
+    if header is None:
+        return False
+    return header[1] == _digest(text[: header.start()] + text[header.end() :])
 
 
 def source(name: str) -> Path:
@@ -134,9 +144,10 @@ def _quote(command: Path) -> str:
 
 
 def _with_header(text: str) -> str:
-    return (
-        f"# Written by 'weightcachectl install', unchanged while sha256 is {_digest(text)}\n{text}"
-    )
+    # zsh looks for the command's name in the first line.
+    first, rest = text.split("\n", 1) if text.startswith("#compdef") else ("", text)
+    mark = '.\\"' if text.startswith(".") else "#"
+    return (f"{first}\n" if first else "") + f"{mark} {_WRITTEN_BY}{_digest(text)}\n{rest}"
 
 
 def _digest(text: str) -> str:

@@ -1,5 +1,5 @@
-"""vLLM's command line to engine arguments: a child of `weightcached preload`, run by the engine's
-interpreter.
+"""vLLM's command line to engine arguments: a child of `weightcached preload` and of `weightcachectl
+add`, run by the engine's interpreter.
 
 Prints the given arguments as one JSON object, by Python names, for EngineArgs(**…). At a fault it
 prints vLLM's own message on standard error and ends with status 2.
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from weightcached.config.located_yaml import near_miss
 from weightcached.errors import EXIT_USAGE
 
 
@@ -32,6 +33,13 @@ def parse(arguments: list[str]) -> dict[str, Any]:
         action.default = argparse.SUPPRESS
         if callable(action.type):
             action.type = _plain(action.type)
+    refuse, known = parser.error, [o for a in parser._actions for o in a.option_strings]
+
+    def error(message: str) -> None:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        refuse(message + (near_miss(unknown[0].partition("=")[0], known) if unknown else ""))
+
+    parser.error = error
     return dict(vars(parser.parse_args(arguments)))
 
 

@@ -34,7 +34,11 @@ from weightcached.wire.loader_job import LoaderJob, Meeting
 log = logging.getLogger("weightcached.loader")
 
 _POLL_S = 0.1
-_LEAVE_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
+# What rank 0 waits for the others to leave before its store goes: a rank that only has to look once
+# more may be slow on a busy machine, one that failed or was killed never comes.
+_PART_TIMEOUT_S = 30.0
+_FAIL_TIMEOUT_S = 5.0
 _SIOCGIFADDR = 0x8915
 # Arguments that may differ among the nodes of one model: a node's place and its directories.
 _OF_A_NODE = frozenset(
@@ -91,6 +95,14 @@ class Peers:
                 time.sleep(_POLL_S)
             return [self.store.get(f"{stage}/{rank}").decode() for rank in range(self.count)]
 
+    def part(self, stage: str) -> None:
+        """Meet for the last time. Rank 0 then stays until the others have seen that all were there:
+        its store ends with its process, which may be done before a slow rank looks again.
+        """
+        self.meet(stage)
+        with self._explain_loss():
+            self._leave(_PART_TIMEOUT_S)
+
     def agree(self, stage: str, values: dict[str, Any]) -> None:
         """Compare values by name with rank 0's. If any differ, every rank raises ManifestError."""
         said = [
@@ -116,11 +128,14 @@ class Peers:
         with suppress(RuntimeError):
             if not self.store.check(["failed"]):
                 self.store.set("failed", f"{self.name(self.rank)} failed: {error}"[:4000])
-            self.store.set(f"left/{self.rank}", "")
-            deadline_s = time.monotonic() + _LEAVE_TIMEOUT_S
-            others = [f"left/{rank}" for rank in range(self.count) if rank != self.rank]
-            while self.rank == 0 and not self.store.check(others) and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
+            self._leave(_FAIL_TIMEOUT_S)
+
+    def _leave(self, timeout_s: float) -> None:
+        self.store.set(f"left/{self.rank}", "")
+        deadline_s = time.monotonic() + timeout_s
+        others = [f"left/{rank}" for rank in range(self.count) if rank != self.rank]
+        while self.rank == 0 and not self.store.check(others) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
 
     def _timeout_error(self, stage: str, missing: list[int]) -> LoadError:
         names = ", ".join(self.name(rank) for rank in missing)
@@ -160,9 +175,9 @@ class Peers:
         while True:
             try:
                 socket.create_connection(
-                    (self._meeting.host, self._meeting.port), timeout=_LEAVE_TIMEOUT_S
+                    (self._meeting.host, self._meeting.port), timeout=_CONNECT_TIMEOUT_S
                 ).close()
-                return self._store(master=False, listener=None, timeout_s=_LEAVE_TIMEOUT_S)
+                return self._store(master=False, listener=None, timeout_s=_CONNECT_TIMEOUT_S)
             except (OSError, RuntimeError) as e:
                 if time.monotonic() > self._deadline_s:
                     raise LoadError(

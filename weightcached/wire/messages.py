@@ -25,7 +25,8 @@ Text = Annotated[str, Meta(max_length=20_000)]
 Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
 Source = Literal["loaded", "adopted", "restored"]
-CacheState = Literal["loading", "ready", "failed", "released"]
+CacheState = Literal["loading", "ready", "failed", "released", "evicted"]
+Residence = Literal["always", "on-demand"]
 
 
 class Message(msgspec.Struct, tag=True, tag_field="type", frozen=True, kw_only=True):
@@ -134,10 +135,28 @@ class Drop(Message, frozen=True):
     force: bool = False
 
 
+class Evict(Message, frozen=True):
+    """Free one cache until an engine asks for it; refused while engines that are awake map it.
+
+    Answered by Done.
+    """
+
+    cache: Name
+
+
 class Verify(Message, frozen=True):
     """Hand out a generation, whose digests the client recomputes. No lease begins.
 
     Answered as Attach is.
+    """
+
+    cache: Name
+
+
+class WriteSnapshot(Message, frozen=True):
+    """Write a cache's served generation to a snapshot now, unless it is there.
+
+    Progress at least once a second, then Done or Refused. The writing goes on if the client leaves.
     """
 
     cache: Name
@@ -327,7 +346,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `engines` are on any generation of it. `retry_at`, in seconds since the epoch, is when a failed
     load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
-    "writing", "written", the reason why it could not be written, or "" if none is wanted.
+    "writing", "written", the reason why it could not be written, or "" if none is wanted, with
+    `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
+    and why not. An evicted cache is loaded or restored when an engine asks for it.
     """
 
     name: Name
@@ -348,6 +369,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     retry_at: float | None = None
     warning: Text = ""
     snapshot: Text = ""
+    snapshot_use: Text = ""
+    snapshot_bytes: Count = 0
+    resident: Residence = "always"
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -357,6 +381,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     request, or from the end of the load that it waited for, to the last descriptor. mismatches are
     by field of the key, refusals by the kind of the final answer that was not Ready, fallbacks by
     the code that engines gave. phase_seconds are of the generations served, by cache and phase.
+    hits are attaches that did not wait; evictions, restores from snapshots and their seconds are by
+    cache.
     """
 
     attaches: dict[Name, Count] = {}
@@ -367,10 +393,17 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     adoptions: Count = 0
     digest_failures: Count = 0
     phase_seconds: dict[Name, dict[Name, float]] = {}
+    hits: dict[Name, Count] = {}
+    evictions: dict[Name, Count] = {}
+    restores: dict[Name, Count] = {}
+    restore_seconds: dict[Name, float] = {}
 
 
 class StatusReply(Message, frozen=True):
-    """The daemon's whole state. since: seconds from the epoch. Older daemons have no counters."""
+    """The daemon's whole state. since: seconds from the epoch. Older daemons have no counters.
+
+    budget: most bytes of weights that it holds, 0 for no limit.
+    """
 
     device: Name
     pid: Count
@@ -382,6 +415,7 @@ class StatusReply(Message, frozen=True):
     software: Text = ""
     counters: Counters | None = None
     old_generations: list[OldGeneration] = []
+    budget: Count = 0
 
 
 # ---- loader child to daemon (over the socketpair)
@@ -426,7 +460,9 @@ Request = (
     | Parked
     | Reload
     | Drop
+    | Evict
     | Verify
+    | WriteSnapshot
     | Fallback
 )
 Reply = (
