@@ -117,6 +117,8 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "snapshot": "",
                         "snapshot_bytes": 0,
                         "resident": "always",
+                        "label": "",
+                        "live": False,
                         "engines": [
                             {
                                 "pid": 4242,

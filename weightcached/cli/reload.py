@@ -29,6 +29,7 @@ from weightcached.wire.messages import (
     ReloadReply,
     Reply,
     StatusReply,
+    SwapOutcome,
 )
 from weightcached.wire.requests import ask
 
@@ -40,6 +41,7 @@ def reload_all(
     force: bool,
     timeout_s: float,
     display: ProgressDisplay,
+    live: bool = False,
 ) -> dict[str, WeightcachedError | ReloadReply]:
     """Reload on every device; wait at most `timeout_s`. The results by device; raises nothing."""
     ended: dict[str, WeightcachedError | ReloadReply] = {}
@@ -47,7 +49,9 @@ def reload_all(
         for device in devices:
             try:
                 connection = stack.enter_context(connect(device))
-                connection.send(Reload(caches=list(caches), force=force), ANSWER_TIMEOUT_S)
+                connection.send(
+                    Reload(caches=list(caches), force=force, live=live), ANSWER_TIMEOUT_S
+                )
                 waiting.register(connection, selectors.EVENT_READ, device)
             except WeightcachedError as e:
                 ended[device] = e
@@ -104,6 +108,22 @@ def outcome_text(device: str, outcome: CacheOutcome) -> str:
         return f"{device} {outcome.cache}: on demand, loaded when an engine asks for it"
     took = f" in {seconds_text(outcome.seconds)}" if outcome.outcome == "loaded" else ""
     return f"{what}, generation {outcome.generation}{took}"
+
+
+def swap_text(device: str, swap: SwapOutcome) -> str:
+    """One engine's line of the report."""
+    what = f"{device} {swap.model}: {swap.engine}"
+    if swap.outcome == "swapped":
+        drained = f" after {seconds_text(swap.drain_s)} of requests" if swap.drain_s >= 1 else ""
+        return f"{what} swapped to generation {swap.generation} in {swap.pause_s * 1e3:.0f} ms{drained}"
+    if swap.outcome == "unchanged":
+        return f"{what} has generation {swap.generation} already"
+    if swap.outcome == "restarting":
+        return (
+            f"{what} cannot take it while it runs, its service starts another engine: {swap.reason}"
+        )
+    where = f" on generation {swap.generation}" if swap.generation else ""
+    return f"{what} stays{where}: {swap.reason}"
 
 
 def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ from weightcached.daemon.fairness import Queues
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import LIMIT_S, Holds
 from weightcached.daemon.leases import Leases
+from weightcached.daemon.live import swap_engines
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
@@ -60,6 +61,7 @@ from weightcached.wire.messages import (
     Refused,
     ReloadReply,
     StatusReply,
+    SwapOutcome,
     refusal,
 )
 from weightcached.wire.resident import boot_id
@@ -195,7 +197,7 @@ def _shorten_stalls() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
-ReloadResult = list[CacheOutcome] | ReloadReply | Refused
+ReloadResult = ReloadReply | Refused
 
 
 class Daemon:
@@ -297,6 +299,8 @@ class Daemon:
         """Load missing caches. Returns the exit status if nothing can be served, now or later."""
         try:
             outcomes = await self.reconciler.run(starting=True)
+            # Also what a daemon before this one had no time to tell.
+            self._keep(asyncio.create_task(self._swap_engines(outcomes)))
         except ManifestError as e:
             return None if any(cache.generation for cache in self.caches) else e.exit_status
         failed = [outcome.cache for outcome in outcomes if outcome.outcome == "failed"]
@@ -310,7 +314,9 @@ class Daemon:
         while True:
             await self.reconciler.retries.until_due()
             try:
-                await self.reconciler.retry()
+                outcomes = await self.reconciler.retry()
+                if outcomes:
+                    self._keep(asyncio.create_task(self._swap_engines(outcomes)))
             except Exception:
                 # A fault of ours in one round must not end the rounds.
                 log.exception("trying again failed")
@@ -365,7 +371,7 @@ class Daemon:
         self.reload(force=False, only=[])
 
     def reload(
-        self, *, force: bool, only: list[str], along: bool = False
+        self, *, force: bool, only: list[str], along: bool = False, live: bool = False
     ) -> asyncio.Task[ReloadResult] | Refused:
         """Begin a reload, which goes on even if nobody waits for it. Reloads run one after the
         other.
@@ -376,24 +382,42 @@ class Daemon:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
             return refusal("busy", message)
         self._reloads += 1
-        task = asyncio.create_task(self._reload(force=force, only=only, along=along))
+        task = asyncio.create_task(self._reload(force=force, only=only, along=along, live=live))
         task.add_done_callback(self._count_ended_reload)
         self._keep(task)
         return task
 
-    async def _reload(self, *, force: bool, only: list[str], along: bool) -> ReloadResult:
+    async def _reload(
+        self, *, force: bool, only: list[str], along: bool, live: bool
+    ) -> ReloadResult:
         # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
         await self._started.wait()
         async with self._reload_turn:
             await self._notifier.reloading()
             try:
-                return await self.reconciler.run(force=force, only=only, along=along)
+                outcomes = await self.reconciler.run(force=force, only=only, along=along)
             except ManifestError as e:
                 return ReloadReply(error=str(e))
             except UnknownCacheError as e:
                 return Refused(code=e.code, message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
+        # A reload along is another rank's affair.
+        swaps = [] if along else await self._swap_engines(outcomes, only, asked=live)
+        return ReloadReply(outcomes=outcomes, swaps=swaps)
+
+    async def _swap_engines(
+        self, outcomes: Sequence[CacheOutcome], only: Sequence[str] = (), *, asked: bool = False
+    ) -> list[SwapOutcome]:
+        """Have engines of live models map what is served after a round; not within its turn, since
+        requests may take long to end.
+        """
+        swaps: list[SwapOutcome] = []
+        for spec in self.reconciler.live_models(outcomes, only, asked=asked):
+            served = [c.generation for c in self.caches if c.generation]
+            directory = self._endpoint.socket.parent
+            swaps += await swap_engines(spec.name, spec.on_swap, directory, self.leases, served)
+        return swaps
 
     def _count_ended_reload(self, _: asyncio.Task[ReloadResult]) -> None:
         self._reloads -= 1

@@ -33,7 +33,6 @@ from weightcached.wire.messages import (
     PROTOCOL_VERSION,
     Absent,
     Attach,
-    CacheOutcome,
     Descriptors,
     Done,
     Drop,
@@ -105,8 +104,8 @@ class SessionHost(Protocol):
     def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]: ...
 
     def reload(
-        self, *, force: bool, only: list[str], along: bool = False
-    ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
+        self, *, force: bool, only: list[str], along: bool = False, live: bool = False
+    ) -> asyncio.Task[ReloadReply | Refused] | Refused: ...
 
 
 class Session:
@@ -434,7 +433,9 @@ class Session:
 
     async def _reload(self, request: Reload) -> None:
         """The reload is the daemon's, not this session's: it goes on if the tool leaves."""
-        task = self._service.reload(force=request.force, only=request.caches, along=request.along)
+        task = self._service.reload(
+            force=request.force, only=request.caches, along=request.along, live=request.live
+        )
         if isinstance(task, Refused):
             await self._send(task)
             return
@@ -443,8 +444,7 @@ class Session:
                 if cache.load is not None:
                     await self._send(cache.load.message(Progress, cache.name))
             await asyncio.wait({task}, timeout=PROGRESS_S)
-        result = task.result()
-        await self._send(ReloadReply(outcomes=result) if isinstance(result, list) else result)
+        await self._send(task.result())
 
     async def _free(self, request: Drop | Evict) -> None:
         reconciler = self._service.reconciler

@@ -120,12 +120,14 @@ class Reload(Message, frozen=True):
     With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target", or
     "llama-8b" for all of a model's; empty means all. Unknown names are ignored, unless all are
     unknown. `along` comes from another rank of a group, which lost its generation: load with it,
-    and go on serving the own generation.
+    and go on serving the own generation. With `live` engines that run get the new generations, as
+    they do of models that the manifest says so of; also those of an earlier reload that they lack.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
     force: bool = False
     along: bool = False
+    live: bool = False
 
 
 class Drop(Message, frozen=True):
@@ -306,11 +308,30 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
     error: Text = ""
 
 
+class SwapOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one engine of a live model.
+
+    engine: of a service, SERVICE/NUMBER, or as in EngineStatus.name. `unchanged`: it had the newest
+    weights; `restarting`: its service starts another one, because it cannot take them while it
+    runs; `left`: on its old generation; `unasked`: as well, and it is its program's to swap.
+    drain_s: how long requests took to end; pause_s: how long none was computed after that.
+    """
+
+    model: Name
+    engine: Name
+    outcome: Literal["swapped", "unchanged", "restarting", "left", "unasked"]
+    generation: Count = 0
+    drain_s: float = 0.0
+    pause_s: float = 0.0
+    reason: Text = ""
+
+
 class ReloadReply(Message, frozen=True):
     """The reload is over. With `error` the manifest was refused, and nothing has changed."""
 
     outcomes: list[CacheOutcome] = []
     error: Text = ""
+    swaps: list[SwapOutcome] = []
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -339,6 +360,7 @@ class OldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     generation: Count
     bytes: Count
     engines: list[EngineStatus]
+    label: Text = ""
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -348,7 +370,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
     "writing", "written", the reason why it could not be written, or "" if none is wanted, with
     `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
-    and why not. An evicted cache is loaded or restored when an engine asks for it.
+    and why not.
+    `label` names the served weights; engines that run get new ones of a `live` cache. An evicted
+    cache is loaded or restored when an engine asks for it.
     """
 
     name: Name
@@ -372,6 +396,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_use: Text = ""
     snapshot_bytes: Count = 0
     resident: Residence = "always"
+    label: Text = ""
+    live: bool = False
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
