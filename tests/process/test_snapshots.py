@@ -47,10 +47,18 @@ class Machine:
         return cache
 
     def written(self) -> Path:
-        """Wait for the snapshot."""
+        """Wait for the snapshot, the only one."""
         until(lambda: self.cache.snapshot == "written", "a snapshot")
         (path,) = self.snapshots.glob("cpu0/tiny.target/[0-9a-f]*")
         return path
+
+    def kept(self) -> set[str]:
+        """The names of all snapshots."""
+        return {path.name for path in self.snapshots.glob("cpu0/tiny.target/[0-9a-f]*")}
+
+    def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run weightcachectl for this daemon."""
+        return self.ctl(*arguments, f"--socket-dir={self.daemon.runtime}")
 
     def start(self) -> None:
         """A new daemon, with nothing in the manager's store: as after a reboot."""

@@ -119,6 +119,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "resident": "always",
                         "label": "",
                         "live": False,
+                        "rolled_back_at": None,
                         "engines": [
                             {
                                 "pid": 4242,

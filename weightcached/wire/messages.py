@@ -164,6 +164,15 @@ class WriteSnapshot(Message, frozen=True):
     cache: Name
 
 
+class Rollback(Message, frozen=True):
+    """Go back to a cache's generation before, whose `snapshot` has this name; Progress*, then
+    ReloadReply. Without a name only say which it is; answered by RollbackReply.
+    """
+
+    cache: Name
+    snapshot: Annotated[str, Meta(max_length=300)] = ""
+
+
 class Fallback(Message, frozen=True):
     """An engine of this device loads from disk; `reason` is the code. Answered by Done."""
 
@@ -299,13 +308,14 @@ class Progress(LoadMessage, frozen=True):
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a reload for one cache."""
+    """The result of a reload for one cache. note: why an unchanged one stays, if that surprises."""
 
     cache: Name
     outcome: Literal["loaded", "unchanged", "failed", "dropped"]
     generation: Count = 0
     seconds: float = 0.0
     error: Text = ""
+    note: Text = ""
 
 
 class SwapOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,6 +342,13 @@ class ReloadReply(Message, frozen=True):
     outcomes: list[CacheOutcome] = []
     error: Text = ""
     swaps: list[SwapOutcome] = []
+
+
+class RollbackReply(Message, frozen=True):
+    """The generation before: name of its snapshot, and when that was written, from the epoch."""
+
+    snapshot: Name
+    created_at: float
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -370,9 +387,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
     "writing", "written", the reason why it could not be written, or "" if none is wanted, with
     `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
-    and why not.
-    `label` names the served weights; engines that run get new ones of a `live` cache. An evicted
-    cache is loaded or restored when an engine asks for it.
+    and why not. An evicted cache is loaded or restored when an engine asks for it. `label` names
+    the served weights; engines that run get new ones of a `live` cache. `rolled_back_at`, in
+    seconds since the epoch, is set while a rollback holds.
     """
 
     name: Name
@@ -398,6 +415,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     resident: Residence = "always"
     label: Text = ""
     live: bool = False
+    rolled_back_at: float | None = None
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -489,11 +507,12 @@ Request = (
     | Evict
     | Verify
     | WriteSnapshot
+    | Rollback
     | Fallback
 )
 Reply = (
     Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released
-    | Done | Rejoined | Unmap | Progress | ReloadReply | StatusReply
+    | Done | Rejoined | Unmap | Progress | ReloadReply | RollbackReply | StatusReply
 )  # fmt: skip
 LoaderMessage = LoaderProgress | LoaderKey | LoaderIndex | LoaderFailed | Descriptors
 
