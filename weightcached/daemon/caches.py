@@ -21,6 +21,7 @@ from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.messages import (
     CacheState,
     CacheStatus,
+    LoadFrom,
     LoadMessage,
     Residence,
     Role,
@@ -121,6 +122,8 @@ class LoadProgress:
         self.done_bytes = 0
         self.total_bytes = 0
         self.key: WeightCacheKey | None = None
+        # Whether there is a snapshot that fits; "" before that is known.
+        self.source: LoadFrom = ""
         # Of a cache that was served before: what the load will most probably make.
         self.expected_key: WeightCacheKey | None = None
         self._phase_began = time.monotonic()
@@ -281,6 +284,7 @@ class Cache:
             resident=self.resident,
             label=generation.label if generation else "",
             live=self.live,
+            load_from=load.source if load else "",
         )
 
 

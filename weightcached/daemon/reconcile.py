@@ -763,7 +763,7 @@ class Reconciler:
             on_key=on_key,
             turn=turn,
         )
-        path = await self._snapshots.find(want, look.reason if look else None)
+        path = None if along else await self._find_snapshot(want, load, look)
         if path is not None:
             try:
                 restored = run(command=self._snapshots.restorer(path, want.spec.python))
@@ -779,6 +779,23 @@ class Reconciler:
         finally:
             caller.cancel()
             await asyncio.gather(caller, return_exceptions=True)
+
+    async def _find_snapshot(
+        self, want: Wanted, load: LoadProgress, look: Staleness | None
+    ) -> Path | None:
+        """The snapshot to restore; for a rank of a group only if the others have theirs too."""
+        path = await self._snapshots.find(want, look.reason if look else None)
+        load.source = "snapshot" if path else "checkpoint"
+        place = want.spec.rendezvous
+        if path is None or place is None or self._peers is None:
+            return path
+        device = await self._peers.loading(want, timeout_s=place.timeout_s)
+        if device is None:
+            return path
+        # It would wait for this rank, which would have to load beside what it has restored.
+        self._snapshots.reject(want.name, path, f"{device} of the same group loads")
+        load.source = "checkpoint"
+        return None
 
     async def _call_peers(
         self, peers: GroupPeers, want: Wanted, load: LoadProgress, turn: asyncio.Event

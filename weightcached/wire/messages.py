@@ -26,6 +26,7 @@ Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
 Source = Literal["loaded", "adopted", "restored"]
 CacheState = Literal["loading", "ready", "failed", "released", "evicted"]
+LoadFrom = Literal["", "checkpoint", "snapshot"]
 Residence = Literal["always", "on-demand"]
 
 
@@ -387,9 +388,11 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     load is tried again; None if it is not. `warning` is a note about a served cache. `snapshot` is
     "writing", "written", the reason why it could not be written, or "" if none is wanted, with
     `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
-    and why not. An evicted cache is loaded or restored when an engine asks for it. `label` names
-    the served weights; engines that run get new ones of a `live` cache. `rolled_back_at`, in
-    seconds since the epoch, is set while a rollback holds.
+    and why not. An evicted cache is loaded or restored when an engine asks for it.
+    `rolled_back_at`, in seconds since the epoch, is set while a rollback holds. `load_from` is what
+    a load under way could take the weights from, once that is known: a fitting snapshot if there is
+    one.
+    `label` names the served weights; engines that run get new ones of a `live` cache.
     """
 
     name: Name
@@ -416,6 +419,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     label: Text = ""
     live: bool = False
     rolled_back_at: float | None = None
+    load_from: LoadFrom = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
