@@ -88,6 +88,13 @@ class Scene:
     def write(self, checkpoint: Path | None = None, **keys: Any) -> None:
         write_manifest(self.daemon.manifest, [model("tiny", checkpoint or self.old) | keys])
 
+    def start(self) -> None:
+        """Start the daemon, which tells the service of what is live."""
+        asked = len(self.service.asked)
+        self.daemon.start()
+        if "live: true" in self.daemon.manifest.read_text():
+            until(lambda: len(self.service.asked) > asked, "the service is told")
+
     def reload(self, **options: Any) -> ReloadReply:
         with self.daemon.client("ctl") as client:
             reply = client.ask(Reload(**options))
@@ -111,7 +118,7 @@ def scene(short_tmp: Path) -> Iterator[Scene]:
 
 
 def test_services_of_a_live_model_are_told_after_a_reload_and_after_a_start(scene: Scene) -> None:
-    scene.daemon.start()
+    scene.start()
     said = scene.reload()
     # A daemon before this one may have loaded the weights and told nobody.
     assert scene.service.asked == [{"model": "tiny", "on_swap": "drain"}] * 2
@@ -128,7 +135,7 @@ def test_services_of_a_live_model_are_told_after_a_reload_and_after_a_start(scen
 
 def test_nobody_is_told_of_a_model_that_is_not_live_unless_the_reload_is(scene: Scene) -> None:
     scene.write(live=False)
-    scene.daemon.start()
+    scene.start()
     scene.write(scene.new, live=False)
     assert scene.reload().swaps == []
     assert scene.service.asked == []
@@ -137,7 +144,7 @@ def test_nobody_is_told_of_a_model_that_is_not_live_unless_the_reload_is(scene: 
 
 
 def test_nobody_is_told_of_weights_that_could_not_be_loaded(scene: Scene) -> None:
-    scene.daemon.start()
+    scene.start()
     asked = len(scene.service.asked)
     scene.write(scene.daemon.directory / "nowhere", live=True)
     said = scene.reload()
@@ -148,7 +155,7 @@ def test_nobody_is_told_of_weights_that_could_not_be_loaded(scene: Scene) -> Non
 
 @pytest.mark.parametrize("fault", ["error", "answer"])
 def test_service_that_does_not_answer_rightly_is_named(scene: Scene, fault: str) -> None:
-    scene.daemon.start()
+    scene.start()
     if fault == "error":
         # As one of an older weightcached says it.
         scene.service.error = "no command 'swap'"
@@ -163,7 +170,7 @@ def test_service_that_does_not_answer_rightly_is_named(scene: Scene, fault: str)
 
 
 def test_engine_of_its_own_is_named_and_may_attach_to_the_newest_generation(scene: Scene) -> None:
-    scene.daemon.start()
+    scene.start()
     with scene.daemon.client() as engine:
         scene.attach(engine, scene.old)
         scene.write(scene.new, live=True)
@@ -185,7 +192,7 @@ def test_engine_of_its_own_is_named_and_may_attach_to_the_newest_generation(scen
 
 
 def test_published_checkpoint_is_the_models_also_for_the_next_daemon(scene: Scene) -> None:
-    scene.daemon.start()
+    scene.start()
     result = scene.run("publish", "tiny", str(scene.new), "--label", "step 2")
     # Before them there may be lines of its progress.
     *_, loaded, swapped = result.output.splitlines()
@@ -200,7 +207,7 @@ def test_published_checkpoint_is_the_models_also_for_the_next_daemon(scene: Scen
         scene.attach(engine, scene.new)
 
     scene.daemon.stop()
-    scene.daemon.start()
+    scene.start()
     assert scene.daemon.status().caches[0].label == "step 2"
     with scene.daemon.client() as engine:
         scene.attach(engine, scene.new)
@@ -213,7 +220,7 @@ def test_published_checkpoint_is_the_models_also_for_the_next_daemon(scene: Scen
 
 
 def test_checkpoint_that_does_not_load_is_not_published(scene: Scene) -> None:
-    scene.daemon.start()
+    scene.start()
     scene.run("publish", "tiny", str(scene.new))
     assert read_published(scene.daemon.manifest)["tiny"].label == "step-2"
     bad = scene.daemon.directory / "bad"
@@ -228,7 +235,7 @@ def test_checkpoint_that_does_not_load_is_not_published(scene: Scene) -> None:
 
 
 def test_unknown_model_and_directory_without_a_checkpoint_are_refused(scene: Scene) -> None:
-    scene.daemon.start()
+    scene.start()
     result = scene.run("publish", "none", str(scene.new))
     assert (result.exit_code, result.output) == (
         EXIT_FAILURE,
@@ -243,7 +250,7 @@ def test_unknown_model_and_directory_without_a_checkpoint_are_refused(scene: Sce
 
 
 def test_reload_takes_devices_and_models(scene: Scene) -> None:
-    scene.daemon.start()
+    scene.start()
     assert scene.run("reload", "cpu0", "tiny").output.startswith("cpu0 tiny/target: unchanged")
     result = scene.run("reload", "other")
     assert "no cache 'other' on cpu0" in result.output
@@ -252,7 +259,7 @@ def test_reload_takes_devices_and_models(scene: Scene) -> None:
 
 def test_question_by_reload_is_the_daemons_own(scene: Scene) -> None:
     """It goes on if the tool leaves."""
-    scene.daemon.start()
+    scene.start()
     asked = len(scene.service.asked)
     scene.write(scene.new, live=True)
     with scene.daemon.client("ctl") as client:
