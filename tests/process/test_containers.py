@@ -177,3 +177,13 @@ def test_mount_of_a_directory_that_was_removed_outside_is_named(
     done = box(sockets=gone).python("-c", program, meanwhile=lambda: shutil.rmtree(gone))
     assert f"{SOCKETS} was removed outside since this container started" in done.stdout, done
     assert "fix: loginctl enable-linger there, then start the container again\n" in done.stdout
+
+
+def test_empty_directory_of_the_image_is_told_what_to_mount(
+    box: Callable[..., Container], short_tmp: Path
+) -> None:
+    """Images have such directories, and a forgotten mount leaves one."""
+    (short_tmp / "image").mkdir(mode=0o755)
+    line = doctor(box(sockets=short_tmp / "image"), "runtime directory")
+    assert f"{SOCKETS} has mode 0755, expected 0700" in line
+    assert f"fix: start the container with --volume /run/user/UID/weightcached:{SOCKETS}, " in line

@@ -235,12 +235,9 @@ def _shared_directory() -> Iterator[Finding]:
     except OSError as e:
         yield Finding(check, "fail", f"{directory}: {e.strerror}", _mount(directory))
     except RuntimePathError as e:
-        yield Finding(
-            check,
-            "fail",
-            str(e),
-            _as_user(info.st_uid) if stat.S_ISDIR(info.st_mode) else _mount(directory),
-        )
+        # One of ours is an image's own, or was made for a mount that was then forgotten.
+        fix = _as_user(info.st_uid) if info.st_uid != os.getuid() else _mount(directory)
+        yield Finding(check, "fail", str(e), fix)
     else:
         if info.st_nlink == 0:
             text = f"{directory} was removed outside since this container started, as at a logout without lingering"
