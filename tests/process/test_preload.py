@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +201,32 @@ def test_manager_above_is_told_once_that_all_serve(launch: Launcher, checkpoint:
         assert manager.states == ["READY=1"]
     finally:
         manager.close()
+
+
+@pytest.mark.slow
+def test_with_a_directory_for_snapshots_a_second_start_loads_nothing(
+    launch: Launcher, checkpoint: Path
+) -> None:
+    spawns, kept = checkpoint.parent / "spawns", checkpoint.parent / "snapshots"
+    arguments = ["--model", str(checkpoint), "--tensor-parallel-size", "2"]
+    arguments += ["--x-spawns", str(spawns), "--weight-cache-snapshots", str(kept)]
+    first = launch(*arguments).start()
+    assert [first.cache(f"cpu{rank}").source for rank in range(2)] == ["loaded"] * 2
+    for rank in range(2):
+        until(partial(is_written, first, f"cpu{rank}"), "a snapshot of each rank")
+    assert first.stop() == 0
+    second = launch(*arguments).start()
+    assert [second.cache(f"cpu{rank}").source for rank in range(2)] == ["restored"] * 2
+    assert len(spawns.read_text().splitlines()) == 2
+    # Each rank is on its own: one that lost its snapshot loads, the other does not.
+    assert second.stop() == 0
+    shutil.rmtree(kept / "cpu1")
+    third = launch(*arguments).start()
+    assert [third.cache(f"cpu{rank}").source for rank in range(2)] == ["restored", "loaded"]
+
+
+def is_written(preload: Preload, device: str) -> bool:
+    return preload.cache(device).snapshot == "written"
 
 
 def test_relative_model_is_that_of_the_callers_directory(

@@ -64,9 +64,13 @@ def test_engine_starts_when_the_weights_are_served(daemon: Unit, engine: Unit) -
 
 def test_both_name_the_same_model(daemon: Unit, engine: Unit) -> None:
     (preload,), (serve,) = daemon["Container"]["Exec"], engine["Container"]["Exec"]
-    program, command, option, model = preload.split()
+    program, command, option, model, snapshots, directory = preload.split()
     assert (program, option) == ("weightcached", "--model")
-    assert command in main.commands
+    options = [name for p in main.commands[command].params for name in p.opts]
+    assert snapshots in options
+    # In a volume that outlives the container.
+    assert directory.startswith("%h/.cache/")
+    assert "%h/.cache:%h/.cache" in daemon["Container"]["Volume"]
     assert serve == f"vllm serve {model} --load-format ipc_cache"
     for unit in (daemon, engine):
         assert f"{Path(model).parent}:{Path(model).parent}:ro" in unit["Container"]["Volume"]

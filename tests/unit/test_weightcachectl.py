@@ -119,6 +119,7 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "snapshot": "",
                         "snapshot_bytes": 0,
                         "resident": "always",
+                        "rolled_back_at": None,
                         "engines": [
                             {
                                 "pid": 4242,

@@ -357,6 +357,64 @@ def _free(
 
 @main.command()
 @_socket_dir
+@click.argument("cache", metavar="CACHE")
+@_on_devices
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=3600, metavar="SECONDS", show_default=True,
+    help="Wait at most this long. The rollback itself goes on.",
+)  # fmt: skip
+def rollback(cache: str, devices: Sequence[str], timeout_s: float) -> None:
+    """Go back to the generation of CACHE before, from its snapshot.
+
+    CACHE is a model's name or MODEL/ROLE. Nothing is done unless every device that has it can go
+    back. The served generation stays until the one before is there; engines that map it keep it.
+
+    A 'reload' keeps what the rollback restored, and so does a reboot, until the manifest's entry,
+    the checkpoint or the software changes; 'reload --force' ends it.
+
+    Exit status: 0 done, 1 there is none before, or it could not be restored, 3 no daemon answered.
+    """
+    from weightcached.cli.reload import holders
+
+    answers = _ask(devices)
+    if not answers.replies:
+        _exit(EXIT_NO_DAEMON)
+    caches: dict[str, list[str]] = {}
+    for device, name in holders(answers.replies, cache):
+        caches.setdefault(name, []).append(device)
+    statuses = [_roll_back(name, on, timeout_s) for name, on in caches.items()]
+    # A model's draft may have had no other weights.
+    found = [status for status in statuses if status is not None]
+    _exit(max(found) if found else EXIT_FAILURE)
+
+
+def _roll_back(cache: str, devices: Sequence[str], timeout_s: float) -> int | None:
+    """Roll back one cache; its exit status, or None if it has no generation before anywhere."""
+    from weightcached.cli.reload import generations_before, rollback_all
+    from weightcached.cli.snapshot import when
+
+    found = generations_before(devices, cache)
+    snapshots: dict[str, str] = {}
+    for device, reply in found.items():
+        if isinstance(reply, WeightcachedError):
+            complain(f"{device}: {reply}")
+        else:
+            snapshots[device] = reply.snapshot
+            click.echo(
+                f"{device} {cache}: goes back to the generation whose snapshot was written {when(reply.created_at)}"
+            )
+    if len(snapshots) < len(found):
+        if snapshots:
+            complain(f"{cache}: nothing was done, because not every device can go back")
+        return EXIT_FAILURE if snapshots else None
+    display = _display()
+    ended = rollback_all(snapshots, cache, timeout_s=timeout_s, display=display)
+    display.clear()
+    return max(_report_reload(device, end) for device, end in ended.items())
+
+
+@main.command()
+@_socket_dir
 @_json
 def devices(as_json: bool) -> None:
     """List devices, with their models and daemons.

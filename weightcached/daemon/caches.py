@@ -21,6 +21,7 @@ from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.messages import (
     CacheState,
     CacheStatus,
+    LoadFrom,
     LoadMessage,
     Residence,
     Role,
@@ -120,6 +121,8 @@ class LoadProgress:
         self.done_bytes = 0
         self.total_bytes = 0
         self.key: WeightCacheKey | None = None
+        # Whether there is a snapshot that fits; "" before that is known.
+        self.source: LoadFrom = ""
         # Of a cache that was served before: what the load will most probably make.
         self.expected_key: WeightCacheKey | None = None
         self._phase_began = time.monotonic()
@@ -276,6 +279,7 @@ class Cache:
             retry_at=retry_at,
             warning=generation.not_stored if generation else "",
             resident=self.resident,
+            load_from=load.source if load else "",
         )
 
 

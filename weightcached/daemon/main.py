@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from weightcached.errors import (
     DeviceBusyError,
     ManifestError,
     RuntimePathError,
+    SnapshotError,
     UnknownCacheError,
 )
 from weightcached.system.notify import Stored, inherited, watchdog_period_s
@@ -196,6 +197,7 @@ def _shorten_stalls() -> None:
 
 
 ReloadResult = list[CacheOutcome] | ReloadReply | Refused
+Work = Callable[[], Awaitable[list[CacheOutcome]]]
 
 
 class Daemon:
@@ -372,25 +374,32 @@ class Daemon:
 
         Refused if too many wait already: peers that ask and leave must not pile them up.
         """
+        return self._in_turn(partial(self.reconciler.run, force=force, only=only, along=along))
+
+    def rollback(self, cache: str, snapshot: str) -> asyncio.Task[ReloadResult] | Refused:
+        """Begin to go back to a cache's generation before; a reload as the others."""
+        return self._in_turn(partial(self.reconciler.rollback, cache, snapshot))
+
+    def _in_turn(self, work: Work) -> asyncio.Task[ReloadResult] | Refused:
         if self._reloads >= MAX_RELOADS:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
             return refusal("busy", message)
         self._reloads += 1
-        task = asyncio.create_task(self._reload(force=force, only=only, along=along))
+        task = asyncio.create_task(self._reload(work))
         task.add_done_callback(self._count_ended_reload)
         self._keep(task)
         return task
 
-    async def _reload(self, *, force: bool, only: list[str], along: bool) -> ReloadResult:
+    async def _reload(self, work: Work) -> ReloadResult:
         # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
         await self._started.wait()
         async with self._reload_turn:
             await self._notifier.reloading()
             try:
-                return await self.reconciler.run(force=force, only=only, along=along)
+                return await work()
             except ManifestError as e:
                 return ReloadReply(error=str(e))
-            except UnknownCacheError as e:
+            except (UnknownCacheError, SnapshotError) as e:
                 return Refused(code=e.code, message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
@@ -439,11 +448,13 @@ class Daemon:
         outcome = WRITTEN if kept else ""
         if cache.generation:
             outcome = self._snapshots.outcome(cache.generation)
+        rollbacks = self._snapshots.rollbacks
         return msgspec.structs.replace(
             status,
             snapshot=outcome,
             snapshot_use=self._snapshots.use(cache.name),
             snapshot_bytes=kept.nbytes if kept else 0,
+            rolled_back_at=rollbacks.at(cache.generation) if cache.generation else None,
         )
 
     def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]:

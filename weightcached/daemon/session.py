@@ -25,7 +25,7 @@ from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Evicted, Final, Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
-from weightcached.errors import ProtocolError, SnapshotError
+from weightcached.errors import ProtocolError, SnapshotError, UnknownCacheError
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.waits import end_tasks, first_of
 from weightcached.wire.framing import MAX_PACKET_FDS, MAX_REQUEST_BYTES, Packet
@@ -57,6 +57,8 @@ from weightcached.wire.messages import (
     Reload,
     ReloadReply,
     Request,
+    Rollback,
+    RollbackReply,
     Status,
     StatusReply,
     Unmap,
@@ -106,6 +108,10 @@ class SessionHost(Protocol):
 
     def reload(
         self, *, force: bool, only: list[str], along: bool = False
+    ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
+
+    def rollback(
+        self, cache: str, snapshot: str
     ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
 
 
@@ -246,6 +252,8 @@ class Session:
                 await self._verify(request)
             case WriteSnapshot():
                 await self._write_snapshot(request)
+            case Rollback():
+                await self._rollback(request)
             case Fallback():
                 await self._count_fallback(request)
 
@@ -423,7 +431,24 @@ class Session:
 
     async def _reload(self, request: Reload) -> None:
         """The reload is the daemon's, not this session's: it goes on if the tool leaves."""
-        task = self._service.reload(force=request.force, only=request.caches, along=request.along)
+        await self._follow(
+            self._service.reload(force=request.force, only=request.caches, along=request.along)
+        )
+
+    async def _rollback(self, request: Rollback) -> None:
+        if request.snapshot:
+            await self._follow(self._service.rollback(request.cache, request.snapshot))
+            return
+        try:
+            found = await self._service.reconciler.before(request.cache)
+        except (SnapshotError, UnknownCacheError) as e:
+            await self._send(Refused(code=e.code, message=str(e)))
+        else:
+            await self._send(RollbackReply(snapshot=found.path.name, created_at=found.created_at))
+
+    async def _follow(
+        self, task: asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused
+    ) -> None:
         if isinstance(task, Refused):
             await self._send(task)
             return

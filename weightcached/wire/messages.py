@@ -26,6 +26,7 @@ Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
 Source = Literal["loaded", "adopted", "restored"]
 CacheState = Literal["loading", "ready", "failed", "released", "evicted"]
+LoadFrom = Literal["", "checkpoint", "snapshot"]
 Residence = Literal["always", "on-demand"]
 
 
@@ -158,6 +159,15 @@ class WriteSnapshot(Message, frozen=True):
     """
 
     cache: Name
+
+
+class Rollback(Message, frozen=True):
+    """Go back to a cache's generation before, whose `snapshot` has this name; Progress*, then
+    ReloadReply. Without a name only say which it is; answered by RollbackReply.
+    """
+
+    cache: Name
+    snapshot: Annotated[str, Meta(max_length=300)] = ""
 
 
 class Fallback(Message, frozen=True):
@@ -295,13 +305,14 @@ class Progress(LoadMessage, frozen=True):
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a reload for one cache."""
+    """The result of a reload for one cache. note: why an unchanged one stays, if that surprises."""
 
     cache: Name
     outcome: Literal["loaded", "unchanged", "failed", "dropped"]
     generation: Count = 0
     seconds: float = 0.0
     error: Text = ""
+    note: Text = ""
 
 
 class ReloadReply(Message, frozen=True):
@@ -309,6 +320,13 @@ class ReloadReply(Message, frozen=True):
 
     outcomes: list[CacheOutcome] = []
     error: Text = ""
+
+
+class RollbackReply(Message, frozen=True):
+    """The generation before: name of its snapshot, and when that was written, from the epoch."""
+
+    snapshot: Name
+    created_at: float
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -347,6 +365,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     "writing", "written", the reason why it could not be written, or "" if none is wanted, with
     `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
     and why not. An evicted cache is loaded or restored when an engine asks for it.
+    `rolled_back_at`, in seconds since the epoch, is set while a rollback holds. `load_from` is what
+    a load under way could take the weights from, once that is known: a fitting snapshot if there is
+    one.
     """
 
     name: Name
@@ -370,6 +391,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_use: Text = ""
     snapshot_bytes: Count = 0
     resident: Residence = "always"
+    rolled_back_at: float | None = None
+    load_from: LoadFrom = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -461,11 +484,12 @@ Request = (
     | Evict
     | Verify
     | WriteSnapshot
+    | Rollback
     | Fallback
 )
 Reply = (
     Welcome | Refused | Ready | Descriptors | Loading | Mismatch | NeedDigest | Absent | Failed | Released
-    | Done | Rejoined | Unmap | Progress | ReloadReply | StatusReply
+    | Done | Rejoined | Unmap | Progress | ReloadReply | RollbackReply | StatusReply
 )  # fmt: skip
 LoaderMessage = LoaderProgress | LoaderKey | LoaderIndex | LoaderFailed | Descriptors
 
