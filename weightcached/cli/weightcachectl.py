@@ -88,7 +88,8 @@ def _choose_socket_dir(ctx: click.Context, param: click.Parameter, value: Path |
 
 _socket_dir = click.option(
     "--socket-dir",
-    type=click.Path(path_type=Path),
+    # Of another user's directory, check_private_dir() says more than click would.
+    type=click.Path(path_type=Path, readable=False),
     metavar="DIR",
     show_default="$XDG_RUNTIME_DIR/weightcached",
     expose_value=False,
