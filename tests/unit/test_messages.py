@@ -50,6 +50,8 @@ from weightcached.wire.messages import (
     Released,
     Reload,
     ReloadReply,
+    Rollback,
+    RollbackReply,
     Status,
     StatusReply,
     Unmap,
@@ -84,6 +86,7 @@ REQUESTS: list[Message] = [
     Evict(cache="a/target"),
     Verify(cache="a/target"),
     WriteSnapshot(cache="a/target"),
+    Rollback(cache="a/target", snapshot="0123456789abcdef"),
     Fallback(reason="key-mismatch"),
 ]
 REPLIES: list[Message] = [
@@ -109,6 +112,7 @@ REPLIES: list[Message] = [
     Unmap(),
     Progress(cache="a/target", phase="p"),
     ReloadReply(outcomes=[CacheOutcome(cache="a/target", outcome="failed", error="e")]),
+    RollbackReply(snapshot="0123456789abcdef", created_at=1.5),
     StatusReply(
         device="cpu0",
         pid=1,

@@ -1,10 +1,10 @@
-"""`weightcachectl reload`, `drop` and `evict`: ask all daemons at once, report cache by cache."""
+"""`weightcachectl reload`, `rollback`, `drop` and `evict`: ask all daemons at once, report by cache."""
 
 from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from weightcached.cli.progress import ProgressDisplay
@@ -23,12 +23,16 @@ from weightcached.wire.messages import (
     Drop,
     Evict,
     Loading,
+    Message,
     Progress,
     Refused,
     Reload,
     ReloadReply,
     Reply,
+    Rollback,
+    RollbackReply,
     StatusReply,
+    SwapOutcome,
 )
 from weightcached.wire.requests import ask
 
@@ -40,14 +44,23 @@ def reload_all(
     force: bool,
     timeout_s: float,
     display: ProgressDisplay,
+    live: bool = False,
 ) -> dict[str, WeightcachedError | ReloadReply]:
     """Reload on every device; wait at most `timeout_s`. The results by device; raises nothing."""
+    request = Reload(caches=list(caches), force=force, live=live)
+    return _do_all(dict.fromkeys(devices, request), timeout_s, display)
+
+
+def _do_all(
+    requests: Mapping[str, Message], timeout_s: float, display: ProgressDisplay
+) -> dict[str, WeightcachedError | ReloadReply]:
+    """Ask every device for its reload, or a rollback, at once."""
     ended: dict[str, WeightcachedError | ReloadReply] = {}
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
-        for device in devices:
+        for device, request in requests.items():
             try:
                 connection = stack.enter_context(connect(device))
-                connection.send(Reload(caches=list(caches), force=force), ANSWER_TIMEOUT_S)
+                connection.send(request, ANSWER_TIMEOUT_S)
                 waiting.register(connection, selectors.EVENT_READ, device)
             except WeightcachedError as e:
                 ended[device] = e
@@ -66,7 +79,7 @@ def reload_all(
             ended[key.data] = WeightCacheUnavailableError(
                 f"the reload is not over after {seconds_text(timeout_s)} and goes on: weightcachectl status"
             )
-    return {device: ended[device] for device in devices}
+    return {device: ended[device] for device in requests}
 
 
 def _receive_reply(
@@ -103,7 +116,48 @@ def outcome_text(device: str, outcome: CacheOutcome) -> str:
     if not outcome.generation:
         return f"{device} {outcome.cache}: on demand, loaded when an engine asks for it"
     took = f" in {seconds_text(outcome.seconds)}" if outcome.outcome == "loaded" else ""
-    return f"{what}, generation {outcome.generation}{took}"
+    note = f"; {outcome.note}" if outcome.note else ""
+    return f"{what}, generation {outcome.generation}{took}{note}"
+
+
+def generations_before(
+    devices: Sequence[str], cache: str
+) -> dict[str, WeightcachedError | RollbackReply]:
+    """The generation to which each device's cache would go back; by device; raises nothing."""
+    found: dict[str, WeightcachedError | RollbackReply] = {}
+    for device in devices:
+        try:
+            with connect(device) as connection:
+                found[device] = ask(
+                    connection, Rollback(cache=cache), RollbackReply, ANSWER_TIMEOUT_S
+                )
+        except WeightcachedError as e:
+            found[device] = e
+    return found
+
+
+def rollback_all(
+    snapshots: Mapping[str, str], cache: str, *, timeout_s: float, display: ProgressDisplay
+) -> dict[str, WeightcachedError | ReloadReply]:
+    """Go back on every device to its snapshot of this name, as reload_all()."""
+    requests = {device: Rollback(cache=cache, snapshot=name) for device, name in snapshots.items()}
+    return _do_all(requests, timeout_s, display)
+
+
+def swap_text(device: str, swap: SwapOutcome) -> str:
+    """One engine's line of the report."""
+    what = f"{device} {swap.model}: {swap.engine}"
+    if swap.outcome == "swapped":
+        drained = f" after {seconds_text(swap.drain_s)} of requests" if swap.drain_s >= 1 else ""
+        return f"{what} swapped to generation {swap.generation} in {swap.pause_s * 1e3:.0f} ms{drained}"
+    if swap.outcome == "unchanged":
+        return f"{what} has generation {swap.generation} already"
+    if swap.outcome == "restarting":
+        return (
+            f"{what} cannot take it while it runs, its service starts another engine: {swap.reason}"
+        )
+    where = f" on generation {swap.generation}" if swap.generation else ""
+    return f"{what} stays{where}: {swap.reason}"
 
 
 def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]]:

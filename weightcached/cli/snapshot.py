@@ -88,13 +88,14 @@ def table(rows: list[SnapshotRow]) -> list[str]:
     """A line for each, and their sum."""
     lines = [
         f"{row.device} {row.cache}: "
-        + (row.error or f"{bytes_text(row.bytes)}, written {_when(row.created_at)}")
+        + (row.error or f"{bytes_text(row.bytes)}, written {when(row.created_at)}")
         for row in rows
     ]
     return [*lines, f"{len(rows)} snapshots, {bytes_text(sum(row.bytes for row in rows))}"]
 
 
-def _when(created_at: float) -> str:
+def when(created_at: float) -> str:
+    """A time for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created_at))
 
 

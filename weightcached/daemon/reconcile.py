@@ -43,9 +43,15 @@ from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
 from weightcached.daemon.residency import Residency
 from weightcached.daemon.retries import Retries
+from weightcached.daemon.rollbacks import HELD, Before
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
-from weightcached.errors import ManifestError, UnknownCacheError, WeightcachedError
+from weightcached.errors import (
+    ManifestError,
+    SnapshotError,
+    UnknownCacheError,
+    WeightcachedError,
+)
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
@@ -369,7 +375,22 @@ class Reconciler:
                 left.append(max(due_s, _IDLE_LOOK_S))
         return min(left, default=None)
 
-    async def retry(self) -> None:
+    def live_models(
+        self, outcomes: Sequence[CacheOutcome], only: Collection[str] = (), *, asked: bool = False
+    ) -> list[ModelSpec]:
+        """The models whose engines are to map what is served now, after a round with `outcomes`:
+        those that are live, with `asked` all that the round was about. None with a cache that failed.
+        """
+        failed = {o.cache.rpartition("/")[0] for o in outcomes if o.outcome == "failed"}
+        chosen = self._chosen(only, list(self._wanted.values()))
+        found = {
+            want.spec.name: want.spec
+            for want in self._wanted.values()
+            if (not only or want.name in chosen) and (want.spec.live or asked)
+        }
+        return [spec for name, spec in found.items() if name not in failed]
+
+    async def retry(self) -> list[CacheOutcome]:
         """Load the caches that are due to be tried again, by the manifest as last read."""
         async with self._lock:
             due = self.retries.take_due()
@@ -386,7 +407,7 @@ class Reconciler:
                 else:
                     self._queue(want)
                     todo.append(want)
-            await self._load_all(todo, look)
+            return await self._load_all(todo, look)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -401,6 +422,7 @@ class Reconciler:
         self._snapshots.spec = manifest.snapshots
         self._residency.budget = manifest.budget_of(self._device)
         wanted = wanted_caches(manifest, self._device)
+        await self._snapshots.rollbacks.read(manifest.snapshots, [want.name for want in wanted])
         if not wanted:
             log.warning("manifest places no model here manifest=%s device=%s", path, self._device)
         return wanted
@@ -428,6 +450,8 @@ class Reconciler:
             if generation is None or generation.spec_digest != want.spec_digest:
                 continue
             if reason := await look.reason(generation, want):
+                if await self._snapshots.rollbacks.holds(generation, want, look.reason):
+                    continue
                 log.info("stale cache=%s reason=%s", want.name, printable(reason, 1000))
                 stale.add(want.name)
         return stale
@@ -436,11 +460,18 @@ class Reconciler:
         cache = self._ensure(want)
         # The failure of an earlier reload does not concern the served generation.
         cache.error = ""
-        return CacheOutcome(cache=cache.name, outcome="unchanged", generation=_served_number(cache))
+        rolled_back = cache.generation and self._snapshots.rollbacks.at(cache.generation)
+        return CacheOutcome(
+            cache=cache.name,
+            outcome="unchanged",
+            generation=_served_number(cache),
+            note=HELD if rolled_back else "",
+        )
 
     def _ensure(self, want: Wanted) -> Cache:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity, cache.resident = want.spec.identity, want.spec.resident
+        cache.live = want.spec.live
         return cache
 
     def _queue(self, want: Wanted) -> None:
@@ -542,23 +573,15 @@ class Reconciler:
     async def _restore_replaced(self, cache: Cache, want: Wanted, replaced: Replaced) -> None:
         """The load failed for which the served generation had to go: bring that one back."""
         error = cache.error
-        request = self._request(cache, want)._replace(spec_digest=replaced.spec_digest)
         load = cache.begin_load()
-        run = self._loader(
-            request,
-            on_progress=load.advance,
-            on_key=lambda key: setattr(load, "key", key),
-            turn=_given_turn(),
-            command=self._snapshots.restorer(replaced.path, want.spec.python),
-        )
         try:
-            delivery = await run.run()
+            delivery = await self._restore(cache, want, load, *replaced)
         except (LoadFailedError, OSError) as e:
             log.error("the generation before cannot be restored cache=%s error=%s", cache.name, e)
             cache.fail_load(f"{error}; the generation before cannot be restored: {e}")
         else:
             log.info("the generation before is restored cache=%s", cache.name)
-            await self._publish(cache, replace(delivery, source="restored", snapshot=replaced.path))
+            await self._publish(cache, delivery)
             cache.error = error
         finally:
             self._caches.changed.fire()
@@ -569,6 +592,95 @@ class Reconciler:
             generation = cache.generation if cache else None
             if generation is not None and generation.spec_digest == want.spec_digest:
                 self._snapshots.write_later(generation, want.spec.python)
+
+    async def before(self, name: str) -> Before:
+        """The generation to which a rollback would go. Raises UnknownCacheError, SnapshotError."""
+        want, generation = self._served(name)
+        return await self._snapshots.rollbacks.before(want, generation, self._look().other_software)
+
+    def _served(self, name: str) -> tuple[Wanted, Generation]:
+        want, cache = self._wanted.get(name), self._caches.get(name)
+        if want is None or cache is None or cache.generation is None:
+            what = f"its state is {cache.state}" if cache else "there is no such cache"
+            raise UnknownCacheError(f"{printable(name, 300)} is not served: {what}")
+        return want, cache.generation
+
+    async def rollback(self, name: str, snapshot: str) -> list[CacheOutcome]:
+        """Go back to the generation before, whose snapshot has this name.
+
+        The served one stays until that is there, and if it cannot be had. Raises UnknownCacheError,
+        SnapshotError.
+        """
+        async with self._lock:
+            found = await self.before(name)
+            if found.path.name != snapshot:
+                raise SnapshotError(
+                    f"the generation before of {name} is {found.path.name} by now, not {snapshot}"
+                )
+            want, generation = self._served(name)
+            cache = self._caches.ensure(name, want.role)
+            rollbacks, earlier = self._snapshots.rollbacks, self._snapshots.rollbacks.note(name)
+            await rollbacks.begin(want, generation, found.path)
+            began_s, load = time.monotonic(), cache.begin_load()
+            try:
+                async with self._holds.device_for(cache):
+                    error = await self._restore_before(cache, want, load, found.path)
+            finally:
+                if cache.load is load:
+                    cache.end_load()
+                if cache.generation is None or rollbacks.at(cache.generation) is None:
+                    await rollbacks.restore_note(name, earlier)
+                self._caches.changed.fire()
+            return [
+                CacheOutcome(
+                    cache=name,
+                    outcome="failed" if error else "loaded",
+                    generation=_served_number(cache),
+                    seconds=time.monotonic() - began_s,
+                    error=error,
+                )
+            ]
+
+    async def _restore_before(
+        self, cache: Cache, want: Wanted, load: LoadProgress, path: Path
+    ) -> str:
+        """Serve a snapshot in place of the served generation. Returns why that failed, or ""."""
+        began_s, replaced = time.monotonic(), None
+        try:
+            replaced = await self._make_room(cache, want)
+            delivery = await self._restore(cache, want, load, path, want.spec_digest)
+            await self._check_room(cache, delivery)
+        except (LoadFailedError, OSError) as e:
+            error = f"cannot go back to {path}: {e}; the served generation stays"
+            log.error("rollback failed cache=%s error=%s", cache.name, error)
+            if replaced is not None and cache.generation is None:
+                cache.error = error
+                await self._restore_replaced(cache, want, replaced)
+            return error
+        await self._publish(cache, delivery)
+        self._tally.restored(cache.name, time.monotonic() - began_s)
+        log.info("rolled back cache=%s path=%s", cache.name, path)
+        return ""
+
+    async def _restore(
+        self, cache: Cache, want: Wanted, load: LoadProgress, path: Path, spec_digest: str
+    ) -> Delivery:
+        """Read this snapshot, whatever a load would make. Raises LoadFailedError, OSError."""
+
+        def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
+            advanced = load.advance(phase, done_bytes, total_bytes)
+            if advanced:
+                self._notifier.progress(cache, load)
+            return advanced
+
+        run = self._loader(
+            self._request(cache, want)._replace(spec_digest=spec_digest),
+            on_progress=on_progress,
+            on_key=lambda key: setattr(load, "key", key),
+            turn=_given_turn(),
+            command=self._snapshots.restorer(path, want.spec.python),
+        )
+        return replace(await run.run(), source="restored", snapshot=path)
 
     async def write_snapshot(self, generation: Generation) -> str:
         """Write the snapshot of a served generation now. Returns why it was not, or "".
@@ -651,7 +763,7 @@ class Reconciler:
             on_key=on_key,
             turn=turn,
         )
-        path = await self._snapshots.find(want, look.reason if look else None)
+        path = None if along else await self._find_snapshot(want, load, look)
         if path is not None:
             try:
                 restored = run(command=self._snapshots.restorer(path, want.spec.python))
@@ -667,6 +779,23 @@ class Reconciler:
         finally:
             caller.cancel()
             await asyncio.gather(caller, return_exceptions=True)
+
+    async def _find_snapshot(
+        self, want: Wanted, load: LoadProgress, look: Staleness | None
+    ) -> Path | None:
+        """The snapshot to restore; for a rank of a group only if the others have theirs too."""
+        path = await self._snapshots.find(want, look.reason if look else None)
+        load.source = "snapshot" if path else "checkpoint"
+        place = want.spec.rendezvous
+        if path is None or place is None or self._peers is None:
+            return path
+        device = await self._peers.loading(want, timeout_s=place.timeout_s)
+        if device is None:
+            return path
+        # It would wait for this rank, which would have to load beside what it has restored.
+        self._snapshots.reject(want.name, path, f"{device} of the same group loads")
+        load.source = "checkpoint"
+        return None
 
     async def _call_peers(
         self, peers: GroupPeers, want: Wanted, load: LoadProgress, turn: asyncio.Event
@@ -697,6 +826,7 @@ class Reconciler:
             python=want.spec.python,
             boot_id=self._boot_id,
             env=want.spec.env,
+            label=want.spec.label,
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
@@ -725,6 +855,8 @@ class Reconciler:
         if delivery.snapshot is not None:
             self._snapshots.restored(generation, delivery.snapshot)
             _take_over_digest(generation, cache.last_key)
+        if generation.source == "loaded":
+            await self._snapshots.rollbacks.end(cache.name)
         old = cache.publish(generation)
         log.info(
             "ready cache=%s generation=%d segments=%d bytes=%d seconds=%.1f",

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,23 +21,22 @@ from weightcached.config.wanted import Wanted
 from weightcached.daemon.caches import Generation
 from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
+from weightcached.daemon.rollbacks import HELD, Rollbacks, WhyStale, generation_of
 from weightcached.errors import SnapshotError
 from weightcached.index.key import WeightCacheKey
+from weightcached.index.tensors import TensorIndex
 from weightcached.snapshot.files import (
-    Snapshot,
     cache_directory,
     list_snapshots,
     open_snapshot,
 )
 from weightcached.snapshot.writer import WriterJob
-from weightcached.system.fds import OwnedFd
 from weightcached.system.waits import end_tasks
 
 log = logging.getLogger(__name__)
 
 WRITING, WRITTEN = "writing", "written"
 _MAX_USE_CHARS = 4000
-WhyStale = Callable[[Generation, Wanted], Awaitable[str]]
 
 
 @dataclass
@@ -76,6 +74,7 @@ class Snapshots:
         self._kept: dict[str, Kept] = {}
         # By cache: what became of the snapshots that its last load could have used.
         self._uses: dict[str, str] = {}
+        self.rollbacks = Rollbacks(device)
 
     async def find(self, want: Wanted, why_stale: WhyStale | None) -> Path | None:
         """The newest snapshot that equals the result of a load of `want` now, or None.
@@ -91,6 +90,15 @@ class Snapshots:
             return None
         directory = cache_directory(self.spec.directory, self._device, want.name)
         self._uses[want.name] = f"none in {directory}"
+        if path := await self.rollbacks.find(want, why_stale):
+            try:
+                index = await asyncio.to_thread(_index_of, path)
+            except SnapshotError as e:
+                self.reject(want.name, path, str(e))
+            else:
+                self._uses[want.name] = f"restored from {path}, {HELD}"
+                self._kept[want.name] = Kept(path, index.nbytes, index.key)
+                return path
         for path in await asyncio.to_thread(
             list_snapshots, self.spec.directory, self._device, want.name
         ):
@@ -118,11 +126,9 @@ class Snapshots:
 
     async def _find_misfit(self, path: Path, want: Wanted, why_stale: WhyStale) -> str:
         try:
-            snapshot = await asyncio.to_thread(open_snapshot, path)
+            index = await asyncio.to_thread(_index_of, path)
         except SnapshotError as e:
             return str(e)
-        with snapshot:
-            index = snapshot.index
         for field, wanted in (
             ("device", self._device),
             ("cache", want.name),
@@ -131,7 +137,7 @@ class Snapshots:
         ):
             if getattr(index, field) != wanted:
                 return f"its {field} is {getattr(index, field)}, wanted is {wanted}"
-        reason = await why_stale(_generation_of(snapshot), want)
+        reason = await why_stale(generation_of(index), want)
         if not reason:
             self._kept[want.name] = Kept(path, index.nbytes, index.key)
         return reason
@@ -155,6 +161,9 @@ class Snapshots:
         begun = self._writing.get(name)
         if self.spec is None or (begun and begun.generation is generation):
             return
+        if self.rollbacks.at(generation) is not None:
+            # It has its snapshot, under the entry that the manifest had then.
+            return
         # Loaded although it was there: then it was no good.
         self._begin(generation, python, self.spec, replace=generation.source == "loaded")
 
@@ -163,6 +172,9 @@ class Snapshots:
 
         Raises SnapshotError without a directory.
         """
+        if self.rollbacks.at(generation) is not None:
+            # That is where it came from.
+            return ""
         begun = self._writing.get(generation.cache)
         mine = begun is not None and begun.generation is generation
         if begun is None or not mine or begun.task is None or begun.task.done():
@@ -271,7 +283,7 @@ class Snapshots:
         return child.last_error_line or f"the writer ended with status {status}", None
 
 
-def _generation_of(snapshot: Snapshot) -> Generation:
-    """The snapshot as staleness looks at it. It holds no memory, so it has no descriptors."""
-    no_fd = OwnedFd(-1)
-    return Generation(snapshot.index, snapshot.header.index_digest, no_fd, [], "restored")
+def _index_of(path: Path) -> TensorIndex:
+    """The index of a snapshot whose header and index are right. Raises SnapshotError."""
+    with open_snapshot(path) as snapshot:
+        return snapshot.index

@@ -55,10 +55,15 @@ class Staleness:
 
     async def reason(self, generation: Generation, want: Wanted) -> str:
         """Why a load would make another generation now, or ""."""
-        return (
-            await self._other_versions(generation, want.spec.python or sys.executable)
-            or _other_environment(generation, want.spec.env)
-            or await self._other_checkpoint(generation, want)
+        return await self.other_software(generation, want) or await self._other_checkpoint(
+            generation, want
+        )
+
+    async def other_software(self, generation: Generation, want: Wanted) -> str:
+        """Why engines of now would be refused the generation whatever its checkpoint, or ""."""
+        python = want.spec.python or sys.executable
+        return await self._other_versions(generation, python) or _other_environment(
+            generation, want.spec.env
         )
 
     async def _other_versions(self, generation: Generation, python: str) -> str:

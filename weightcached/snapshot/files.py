@@ -267,6 +267,12 @@ def check_private(directory: Path) -> None:
     _open_directory(directory).close()
 
 
+def open_private(path: Path) -> OwnedFd:
+    """Open a regular file that only this user may write to. Raises SnapshotError."""
+    with _open_directory(path.parent) as directory:
+        return _open_file(directory, path.parent, path.name)
+
+
 def remove_leftovers(directory: Path) -> int:
     """Remove the remains of dead writers in a cache's directory. Returns their number."""
     removed = 0
