@@ -21,7 +21,15 @@ import pytest
 
 from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
-from tests.fakes.daemon import BOUND_S, LOADER, ROOT, environment, makes_digests, until
+from tests.fakes.daemon import (
+    BOUND_S,
+    LOADER,
+    ROOT,
+    ManagerSocket,
+    environment,
+    makes_digests,
+    until,
+)
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import CacheStatus, Drop, Reload, ReloadReply, Status, StatusReply
@@ -32,7 +40,9 @@ PARSER = f"{shlex.quote(sys.executable)} -m tests.fakes.parser_child"
 class Preload:
     """One command in its own process; `ready` is its READY line."""
 
-    def __init__(self, directory: Path, *arguments: str, cwd: Path = ROOT) -> None:
+    def __init__(
+        self, directory: Path, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None
+    ) -> None:
         self.runtime = directory / "run"
         self.log_path = directory / "preload.log"
         self.ready = ""
@@ -45,7 +55,7 @@ class Preload:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=cwd,
-                env=environment(CUDA_VISIBLE_DEVICES=""),
+                env=environment(CUDA_VISIBLE_DEVICES="", **(env or {})),
                 text=True,
             )
 
@@ -128,7 +138,7 @@ def launch(short_tmp: Path) -> Iterator[Launcher]:
     """Starts commands that are ended with the test."""
     with contextlib.ExitStack() as stack:
 
-        def make(*arguments: str, **options: Path) -> Preload:
+        def make(*arguments: str, **options: Any) -> Preload:
             preload = Preload(short_tmp, *arguments, **options)
             stack.callback(preload.close)
             return preload
@@ -174,6 +184,23 @@ def test_ready_waits_for_the_load(launch: Launcher, checkpoint: Path, gate: Path
     gate.write_bytes(b"")
     reader.join(BOUND_S)
     assert lines == [f"READY checkpoint: 1 rank on cpu0, sockets in {preload.runtime}\n"]
+
+
+def test_manager_above_is_told_once_that_all_serve(launch: Launcher, checkpoint: Path) -> None:
+    manager = ManagerSocket(f"@weightcached-above-{os.getpid()}")
+    try:
+        preload = launch(
+            "--model", str(checkpoint), "--tensor-parallel-size", "2", env={"NOTIFY_SOCKET": manager.address}
+        )  # fmt: skip
+        ended = lambda: preload.process.poll() is not None  # noqa: E731
+        assert manager.wait_for("READY=1", ended=ended)
+        preload.start()
+        assert [preload.cache(f"cpu{rank}").state for rank in range(2)] == ["ready", "ready"]
+        assert preload.stop() == 0
+        # What the daemons tell their own manager, which is the command, goes no further.
+        assert manager.states == ["READY=1"]
+    finally:
+        manager.close()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from weightcached.daemon.fdstore import adopt
 from weightcached.daemon.matching import CHANGED, Matcher
 from weightcached.errors import CheckpointError
 from weightcached.index.key import WeightCacheKey
-from weightcached.wire.messages import Failed, Loading, Mismatch, NeedDigest
+from weightcached.wire.messages import Absent, Failed, Loading, Mismatch, NeedDigest, Released
 
 DIGEST = "ab" * 32
 
@@ -169,4 +169,28 @@ def test_engine_that_is_content_with_samples_is_answered_without_a_full_digest(
         await matcher.close()
 
     asyncio.run(main())
+    scene.generation.retire()
+
+
+def test_running_engine_gets_the_newest_generation_of_its_cache_whatever_its_checkpoint(
+    scene: Scene, tmp_path: Path
+) -> None:
+    async def child(identity: CheckpointIdentity) -> str:
+        raise AssertionError("nothing is compared")
+
+    matcher = Matcher(scene.caches, "cpu0", child)
+    other = write_checkpoint(tmp_path / "other", nbytes=8192)
+    asked = with_checkpoint(key_of({"model": str(other)}))
+    assert matcher.newest("tiny/target", asked) is scene.generation
+    refused = matcher.newest("tiny/target", msgspec.structs.replace(asked, dtype="torch.float16"))
+    assert isinstance(refused, Mismatch)
+    assert [field.field for field in refused.fields] == ["dtype"]
+    gone = matcher.newest("none/target", asked)
+    assert isinstance(gone, Absent)
+    cache = scene.caches.get("tiny/target")
+    assert cache
+    cache.release()
+    assert isinstance(matcher.newest("tiny/target", asked), Released)
+    cache.begin_load()
+    assert isinstance(matcher.newest("tiny/target", asked), Loading)
     scene.generation.retire()

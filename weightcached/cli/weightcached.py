@@ -36,7 +36,8 @@ def _manifest(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]
 def _socket_dir(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(
         "--socket-dir",
-        type=click.Path(path_type=Path),
+        # Of another user's directory, check_private_dir() says more than click would.
+        type=click.Path(path_type=Path, readable=False),
         metavar="DIR",
         show_default="$XDG_RUNTIME_DIR/weightcached",
         help=text,

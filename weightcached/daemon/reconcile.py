@@ -377,7 +377,22 @@ class Reconciler:
                 left.append(max(due_s, _IDLE_LOOK_S))
         return min(left, default=None)
 
-    async def retry(self) -> None:
+    def live_models(
+        self, outcomes: Sequence[CacheOutcome], only: Collection[str] = (), *, asked: bool = False
+    ) -> list[ModelSpec]:
+        """The models whose engines are to map what is served now, after a round with `outcomes`:
+        those that are live, with `asked` all that the round was about. None with a cache that failed.
+        """
+        failed = {o.cache.rpartition("/")[0] for o in outcomes if o.outcome == "failed"}
+        chosen = self._chosen(only, list(self._wanted.values()))
+        found = {
+            want.spec.name: want.spec
+            for want in self._wanted.values()
+            if (not only or want.name in chosen) and (want.spec.live or asked)
+        }
+        return [spec for name, spec in found.items() if name not in failed]
+
+    async def retry(self) -> list[CacheOutcome]:
         """Load the caches that are due to be tried again, by the manifest as last read."""
         async with self._lock:
             due = self.retries.take_due()
@@ -394,7 +409,7 @@ class Reconciler:
                 else:
                     self._queue(want)
                     todo.append(want)
-            await self._load_all(todo, look)
+            return await self._load_all(todo, look)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -458,6 +473,7 @@ class Reconciler:
     def _ensure(self, want: Wanted) -> Cache:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity, cache.resident = want.spec.identity, want.spec.resident
+        cache.live = want.spec.live
         return cache
 
     def _queue(self, want: Wanted) -> None:
@@ -812,6 +828,7 @@ class Reconciler:
             python=want.spec.python,
             boot_id=self._boot_id,
             env=want.spec.env,
+            label=want.spec.label,
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:

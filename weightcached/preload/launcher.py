@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import click
 import msgspec
+import sdnotify
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.ranks import layout_of, needs
@@ -355,6 +356,8 @@ class Command:
         click.echo(
             f"READY {self._model}: {ranks} on {', '.join(self._devices)}, sockets in {self._directory}"
         )
+        # To a manager above, such as that of a container; without one this does nothing.
+        sdnotify.SystemdNotifier().notify("READY=1")
 
     def _remove_sockets(self) -> None:
         """Remove the socket of a killed daemon, unless another daemon holds the lock."""
