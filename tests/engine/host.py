@@ -200,6 +200,15 @@ def reload(llm: Any) -> str:
     return _error_of(lambda: llm.collective_rpc("reload_weights"))
 
 
+def swap(llm: Any) -> Any:
+    """Have the workers map the newest weights; what they say, or the error's text."""
+    try:
+        (said,) = llm.collective_rpc("weightcached_swap")
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return said
+
+
 def writes(llm: Any) -> dict[str, str]:
     """The answer to each way to write into the weights of a running engine."""
 
@@ -268,7 +277,7 @@ CALLS = {
     "tied_objects": tied_objects, "mapped_bytes": mapped_bytes, "reload_in_place": reload_in_place, "burst": burst,
     "speculation": speculation, "draft": draft, "kv_blocks": kv_blocks,
     "tuning": tuning, "reload": reload, "writes": writes, "sleeping": sleeping, "wake": wake,
-    "restore_devices": restore_devices,
+    "restore_devices": restore_devices, "swap": swap,
 }  # fmt: skip
 
 

@@ -387,6 +387,15 @@ def test_running_daemons_reload_the_model_alone_and_the_serve_line_follows(
     )
 
 
+def test_session_without_a_runtime_directory_adds_all_the_same(
+    manifest: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/directory")
+    result = run("add", str(model))
+    assert result.exit_code == 0
+    assert "next:\n  weightcachectl start cpu0\n" in result.stdout
+
+
 def test_failed_load_leaves_the_entry_and_exits_1(
     manifest: Path, model: Path, runtime: Path
 ) -> None:

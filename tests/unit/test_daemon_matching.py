@@ -17,7 +17,7 @@ from weightcached.daemon.fdstore import adopt
 from weightcached.daemon.matching import CHANGED, Evicted, Matcher
 from weightcached.errors import CheckpointError
 from weightcached.index.key import WeightCacheKey
-from weightcached.wire.messages import Failed, Loading, Mismatch, NeedDigest
+from weightcached.wire.messages import Absent, Failed, Loading, Mismatch, NeedDigest, Released
 
 DIGEST = "ab" * 32
 
@@ -219,3 +219,27 @@ def test_engines_of_other_keys_do_not_wait_for_a_cache_that_comes_back(scene: Sc
     assert answer_of(scene.caches, key) == Loading(cache="tiny/target", phase="queued")
     wrong = answer_of(scene.caches, msgspec.structs.replace(key, dtype="float16"))
     assert isinstance(wrong, Mismatch)
+
+
+def test_running_engine_gets_the_newest_generation_of_its_cache_whatever_its_checkpoint(
+    scene: Scene, tmp_path: Path
+) -> None:
+    async def child(identity: CheckpointIdentity) -> str:
+        raise AssertionError("nothing is compared")
+
+    matcher = Matcher(scene.caches, "cpu0", child)
+    other = write_checkpoint(tmp_path / "other", nbytes=8192)
+    asked = with_checkpoint(key_of({"model": str(other)}))
+    assert matcher.newest("tiny/target", asked) is scene.generation
+    refused = matcher.newest("tiny/target", msgspec.structs.replace(asked, dtype="torch.float16"))
+    assert isinstance(refused, Mismatch)
+    assert [field.field for field in refused.fields] == ["dtype"]
+    gone = matcher.newest("none/target", asked)
+    assert isinstance(gone, Absent)
+    cache = scene.caches.get("tiny/target")
+    assert cache
+    cache.release()
+    assert isinstance(matcher.newest("tiny/target", asked), Released)
+    cache.begin_load()
+    assert isinstance(matcher.newest("tiny/target", asked), Loading)
+    scene.generation.retire()

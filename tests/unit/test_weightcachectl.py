@@ -48,6 +48,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # Not in tmp_path, whose length and a GPU's name exceed what a socket path may have.
     with tempfile.TemporaryDirectory(prefix="wc-") as base:
         monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        # Also where the tests run in one.
+        monkeypatch.setattr("weightcached.system.paths.in_container", lambda: False)
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
         yield Path(base, "weightcached")
 
@@ -117,6 +119,8 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "snapshot": "",
                         "snapshot_bytes": 0,
                         "resident": "always",
+                        "label": "",
+                        "live": False,
                         "rolled_back_at": None,
                         "engines": [
                             {

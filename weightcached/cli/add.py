@@ -26,6 +26,7 @@ from weightcached.errors import (
     CheckpointMissingError,
     DeviceError,
     ManifestError,
+    RuntimePathError,
 )
 from weightcached.preload.launcher import local_devices, make_absolute, model_name
 from weightcached.system.gpus import list_gpus, visible_gpus
@@ -131,8 +132,12 @@ def serve_command(entry: Mapping[str, Any], arguments: Sequence[str]) -> str:
 
 def daemons(devices: str | Sequence[str], engine: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """A model's devices whose daemon answers, and those without one."""
-    answers = ask_all(devices_with_socket())
-    answering = [reply.device for reply in answers.replies]
+    try:
+        sockets = devices_with_socket()
+    except RuntimePathError:
+        # 'weightcachectl start', which is next, tells it.
+        sockets = []
+    answering = [reply.device for reply in ask_all(sockets).replies]
     if devices in (ALL, [ALL]):
         return answering, [] if answering else local_devices(engine, os.environ)
     return [d for d in devices if d in answering], [d for d in devices if d not in answering]

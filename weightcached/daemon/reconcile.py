@@ -255,6 +255,8 @@ class Reconciler:
         async with self._lock:
             try:
                 wanted = await self._read_manifest()
+                if starting:
+                    await self._snapshots.sweep()
                 chosen = self._chosen(only, wanted)
                 look = self._last_look = self._look()
                 stale = await self._find_stale(wanted, look)
@@ -378,7 +380,22 @@ class Reconciler:
                 left.append(max(due_s, _IDLE_LOOK_S))
         return min(left, default=None)
 
-    async def retry(self) -> None:
+    def live_models(
+        self, outcomes: Sequence[CacheOutcome], only: Collection[str] = (), *, asked: bool = False
+    ) -> list[ModelSpec]:
+        """The models whose engines are to map what is served now, after a round with `outcomes`:
+        those that are live, with `asked` all that the round was about. None with a cache that failed.
+        """
+        failed = {o.cache.rpartition("/")[0] for o in outcomes if o.outcome == "failed"}
+        chosen = self._chosen(only, list(self._wanted.values()))
+        found = {
+            want.spec.name: want.spec
+            for want in self._wanted.values()
+            if (not only or want.name in chosen) and (want.spec.live or asked)
+        }
+        return [spec for name, spec in found.items() if name not in failed]
+
+    async def retry(self) -> list[CacheOutcome]:
         """Load the caches that are due to be tried again, by the manifest as last read."""
         async with self._lock:
             due = self.retries.take_due()
@@ -395,7 +412,7 @@ class Reconciler:
                 else:
                     self._queue(want)
                     todo.append(want)
-            await self._load_all(todo, look)
+            return await self._load_all(todo, look)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -459,6 +476,7 @@ class Reconciler:
     def _ensure(self, want: Wanted) -> Cache:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity, cache.resident = want.spec.identity, want.spec.resident
+        cache.live = want.spec.live
         return cache
 
     def _queue(self, want: Wanted) -> None:
@@ -750,7 +768,7 @@ class Reconciler:
             on_key=on_key,
             turn=turn,
         )
-        path = await self._snapshots.find(want, look.reason if look else None)
+        path = None if along else await self._find_snapshot(want, load, look)
         if path is not None:
             try:
                 restored = run(command=self._snapshots.restorer(path, want.spec.python))
@@ -766,6 +784,23 @@ class Reconciler:
         finally:
             caller.cancel()
             await asyncio.gather(caller, return_exceptions=True)
+
+    async def _find_snapshot(
+        self, want: Wanted, load: LoadProgress, look: Staleness | None
+    ) -> Path | None:
+        """The snapshot to restore; for a rank of a group only if the others have theirs too."""
+        path = await self._snapshots.find(want, look.reason if look else None)
+        load.source = "snapshot" if path else "checkpoint"
+        place = want.spec.rendezvous
+        if path is None or place is None or self._peers is None:
+            return path
+        device = await self._peers.loading(want, timeout_s=place.timeout_s)
+        if device is None:
+            return path
+        # It would wait for this rank, which would have to load beside what it has restored.
+        self._snapshots.reject(want.name, path, f"{device} of the same group loads")
+        load.source = "checkpoint"
+        return None
 
     async def _call_peers(
         self, peers: GroupPeers, want: Wanted, load: LoadProgress, turn: asyncio.Event
@@ -796,6 +831,7 @@ class Reconciler:
             python=want.spec.python,
             boot_id=self._boot_id,
             env=want.spec.env,
+            label=want.spec.label,
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
