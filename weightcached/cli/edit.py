@@ -104,7 +104,11 @@ def _changed(
             # Not as text: line ends stay what they are.
             text = change(real.read_bytes().decode() if before else "")
             stack.callback(partial.unlink, missing_ok=True)
-            partial.write_bytes(text.encode())
+            with partial.open("wb") as file:
+                file.write(text.encode())
+                file.flush()
+                # Else a machine that crashes now may have an empty file under the name.
+                os.fsync(file.fileno())
             if before:
                 shutil.copymode(real, partial)
             after = _read_again(partial)
