@@ -64,6 +64,8 @@ _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
 # How often a rank looks for peers that have restored theirs, or had it all along.
 _PEERS_PERIOD_S = 2.0
+# How long a load waits for memory that was given up before.
+_FREEING_S = 5.0
 # How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
 _IDLE_LOOK_S = 0.25
 
@@ -280,6 +282,8 @@ class Reconciler:
             self._caches.changed.fire()
             # A forced reload distrusts the snapshots too.
             outcomes += await self._load_all(todo.load, None if force else look)
+            # The budget may be another one.
+            await self._residency.make_room(None, 0, self.evict)
             if along:
                 await self._load_along(todo.unchanged)
             return outcomes
@@ -536,6 +540,9 @@ class Reconciler:
         The served generation of the same cache goes last, if it can be restored: it is returned.
         Raises NoRoomError, but only for a size that is known.
         """
+        if self._residency.budget and self._freeing:
+            # No engine measures memory now, so that these end.
+            await asyncio.wait(self._freeing, timeout=_FREEING_S)
         old = cache.generation
         nbytes = old.nbytes if old else cache.last_nbytes or _estimated_bytes(cache, want)
         if await self._residency.make_room(cache, nbytes, self.evict):
