@@ -24,16 +24,43 @@ class DeviceBudget(NamedTuple):
     utilization: float
 
 
-def external_bytes(device: DeviceBudget, *, own: int, others: int) -> int:
+def external_bytes(device: DeviceBudget, *, own: int, others: int, reserve: int = 0) -> int:
     """The answer of get_external_weight_memory.
 
     vLLM gives the engine utilization × total minus this answer, and refuses to start if less is
     free. own: bytes that this engine maps, or copies and gives back; others: bytes of the daemon's
-    other caches. `others` counts only as far as the device has no room for it: two engines that fit
-    side by side lose nothing.
+    other caches; reserve: bytes that are to stay free, see reserve_bytes(). `others` and `reserve`
+    count only as far as the device has no room for them: two engines that fit side by side lose
+    nothing.
     """
-    lacking = _requested_bytes(device) - own - device.free + _headroom(device)
-    return own + min(others, max(0, lacking))
+    lacking = _requested_bytes(device) - own - (device.free - reserve) + _headroom(device)
+    return own + min(others + reserve, max(0, lacking))
+
+
+def reserve_bytes(caches: Sequence[Held]) -> int:
+    """Room for the next generation of a live model beside the present one, for the largest of them.
+
+    One that is there already, because an engine still maps the one before, needs no more.
+    """
+    by_model: dict[str, int] = {}
+    for cache in caches:
+        model = cache.cache.rpartition("/")[0]
+        if cache.live:
+            by_model[model] = by_model.get(model, 0) + cache.nbytes
+    served = {(cache.cache, cache.generation) for cache in caches if cache.live}
+    for cache in caches:
+        model = cache.cache.rpartition("/")[0]
+        if model in by_model and (cache.cache, cache.generation) not in served:
+            by_model[model] -= cache.nbytes
+    return max([0, *by_model.values()])
+
+
+def kept_free(reserve: int) -> str:
+    """A log line for an engine on a device with live models."""
+    return (
+        f"{bytes_text(reserve)} stay free for the next generation of a live model; where the utilization leaves less, "
+        "the KV cache is smaller"
+    )
 
 
 def _requested_bytes(device: DeviceBudget) -> int:

@@ -123,3 +123,32 @@ def test_texts_name_caches_bytes_engines_and_what_helps() -> None:
     assert "its weights alone take 15.0 GiB" in budget.no_room(
         device, held, own=0, left=GIB, needed=MODEL
     )
+
+
+def held(cache: str, generation: int, nbytes: int, *, live: bool = True) -> Held:
+    return Held(cache=cache, generation=generation, nbytes=nbytes, engines=[], live=live)
+
+
+def test_live_model_finds_room_for_its_next_generation_beside_the_engine() -> None:
+    device = empty_but_for(MODEL)
+    reserve = budget.reserve_bytes([held("a/target", 1, MODEL)])
+    assert reserve == MODEL
+    external = external_bytes(device, own=MODEL, others=0, reserve=reserve)
+    engine = requested(device, external)
+    # vLLM has its check before it takes the memory; afterwards this is what is left.
+    assert device.free - engine >= reserve
+    # With a lower utilization there is room enough, and nothing is lost.
+    low = device._replace(utilization=0.6)
+    assert external_bytes(low, own=MODEL, others=0, reserve=reserve) == MODEL
+
+
+def test_room_is_kept_for_one_model_at_a_time_with_its_draft() -> None:
+    caches = [
+        held("a/target", 1, MODEL), held("a/draft", 1, SMALL), held("b/target", 1, SMALL),
+        held("c/target", 1, 2 * MODEL, live=False),
+    ]  # fmt: skip
+    assert budget.reserve_bytes(caches) == MODEL + SMALL
+    # An engine still maps the generation before: the second one is there already.
+    assert budget.reserve_bytes([*caches, held("a/target", 0, MODEL, live=False)]) == SMALL
+    assert budget.reserve_bytes([]) == 0
+    assert budget.kept_free(MODEL).startswith("15.0 GiB stay free for the next generation")

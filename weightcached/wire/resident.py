@@ -25,12 +25,16 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Device memory of one generation, and the engines that map it."""
+    """Device memory of one generation, and the engines that map it.
+
+    live: engines that run get its successor, which has to be beside it then.
+    """
 
     cache: str
     generation: int
     nbytes: int
     engines: list[EngineStatus]
+    live: bool = False
 
 
 def held(status: StatusReply) -> list[Held]:
@@ -41,6 +45,7 @@ def held(status: StatusReply) -> list[Held]:
             generation=c.generation,
             nbytes=c.bytes,
             engines=[e for e in c.engines if e.generation in (0, c.generation)],
+            live=c.live,
         )
         for c in status.caches
         if c.bytes
