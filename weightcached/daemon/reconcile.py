@@ -254,6 +254,8 @@ class Reconciler:
         async with self._lock:
             try:
                 wanted = await self._read_manifest()
+                if starting:
+                    await self._snapshots.sweep()
                 chosen = self._chosen(only, wanted)
                 look = self._look()
                 stale = await self._find_stale(wanted, look)
