@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weightcached.system.text import bytes_text
-from weightcached.wire.resident import Held
+from weightcached.wire.resident import NEXT, Held
 
 # Left free for neighbours and the driver, if the engine's utilization leaves more.
 _HEADROOM = 0.08
@@ -24,43 +24,17 @@ class DeviceBudget(NamedTuple):
     utilization: float
 
 
-def external_bytes(device: DeviceBudget, *, own: int, others: int, reserve: int = 0) -> int:
+def external_bytes(device: DeviceBudget, *, own: int, others: int, reserved: int = 0) -> int:
     """The answer of get_external_weight_memory.
 
     vLLM gives the engine utilization × total minus this answer, and refuses to start if less is
     free. own: bytes that this engine maps, or copies and gives back; others: bytes of the daemon's
-    other caches; reserve: bytes that are to stay free, see reserve_bytes(). `others` and `reserve`
-    count only as far as the device has no room for them: two engines that fit side by side lose
+    other caches; reserved: bytes that are free, but kept for models on demand and for new weights.
+    Both count only as far as the device has no room for them: two engines that fit side by side lose
     nothing.
     """
-    lacking = _requested_bytes(device) - own - (device.free - reserve) + _headroom(device)
-    return own + min(others + reserve, max(0, lacking))
-
-
-def reserve_bytes(caches: Sequence[Held]) -> int:
-    """Room for the next generation of a live model beside the present one, for the largest of them.
-
-    One that is there already, because an engine still maps the one before, needs no more.
-    """
-    by_model: dict[str, int] = {}
-    for cache in caches:
-        model = cache.cache.rpartition("/")[0]
-        if cache.live:
-            by_model[model] = by_model.get(model, 0) + cache.nbytes
-    served = {(cache.cache, cache.generation) for cache in caches if cache.live}
-    for cache in caches:
-        model = cache.cache.rpartition("/")[0]
-        if model in by_model and (cache.cache, cache.generation) not in served:
-            by_model[model] -= cache.nbytes
-    return max([0, *by_model.values()])
-
-
-def kept_free(reserve: int) -> str:
-    """A log line for an engine on a device with live models."""
-    return (
-        f"{bytes_text(reserve)} stay free for the next generation of a live model; where the utilization leaves less, "
-        "the KV cache is smaller"
-    )
+    lacking = _requested_bytes(device) - own - (device.free - reserved) + _headroom(device)
+    return own + min(others + reserved, max(0, lacking))
 
 
 def _requested_bytes(device: DeviceBudget) -> int:
@@ -82,11 +56,14 @@ def engine_bytes(device: DeviceBudget, external: int) -> int:
     return _requested_bytes(device) - external
 
 
-def best_utilization(device: DeviceBudget, *, own: int, others: int) -> float | None:
+def best_utilization(
+    device: DeviceBudget, *, own: int, others: int, reserved: int = 0
+) -> float | None:
     """The highest utilization, in hundredths, with which the engine starts; None if none."""
     for hundredths in range(int(device.utilization * 100), 0, -1):
         lower = device._replace(utilization=hundredths / 100)
-        if starts(lower, external_bytes(lower, own=own, others=others)):
+        external = external_bytes(lower, own=own, others=others, reserved=reserved)
+        if starts(lower, external):
             return lower.utilization
     return None
 
@@ -104,8 +81,8 @@ def no_room(
     device: DeviceBudget, caches: Sequence[Held], *, own: int, left: int, needed: int
 ) -> str:
     """An error for an engine that cannot start beside the daemon's caches."""
-    others = sum(cache.nbytes for cache in caches)
-    lower = best_utilization(device, own=own, others=others)
+    others = sum(cache.nbytes for cache in caches if not cache.reserved)
+    lower = best_utilization(device, own=own, others=others, reserved=reserved_bytes(caches))
     what = f", its weights alone take {bytes_text(needed)}" if needed > left > 0 else ""
     remedy = f"--gpu-memory-utilization {lower} starts" if lower is not None and not what else ""
     return (
@@ -120,7 +97,14 @@ def listed(caches: Sequence[Held]) -> str:
     return ", ".join(f"{c.cache} {bytes_text(c.nbytes)} ({_engines(c)})" for c in caches)
 
 
+def reserved_bytes(caches: Sequence[Held]) -> int:
+    """Bytes that are kept for models on demand and for new weights."""
+    return sum(cache.nbytes for cache in caches if cache.reserved)
+
+
 def _engines(cache: Held) -> str:
+    if cache.reserved:
+        return f"kept free by {'live' if cache.cache == NEXT else 'budget'}: in the manifest"
     if not cache.engines:
         return "no engine"
     return ", ".join(engine.name for engine in cache.engines)
@@ -129,8 +113,16 @@ def _engines(cache: Held) -> str:
 def remedies(caches: Sequence[Held]) -> str:
     """Two commands that make room."""
     # No engine loses a cache that none maps.
-    first = min(caches, key=lambda cache: len(cache.engines))
+    first = min(caches, key=lambda cache: (cache.reserved, len(cache.engines)))
+    frees = (
+        (
+            "without live: true in the manifest none is kept for new weights"
+            if first.cache == NEXT
+            else "a lower budget: in the manifest leaves less to models on demand"
+        )
+        if first.reserved
+        else f"'weightcachectl drop {first.cache}' frees that cache"
+    )
     return (
-        f"'weightcachectl drop {first.cache}' frees that cache, a lower --gpu-memory-utilization of this device's "
-        "engines leaves room for more"
+        f"{frees}, a lower --gpu-memory-utilization of this device's engines leaves room for more"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weightcache_loader import budget
 from weightcache_loader.budget import DeviceBudget, external_bytes
 from weightcached.wire.messages import EngineStatus
-from weightcached.wire.resident import Held
+from weightcached.wire.resident import NEXT, Held
 
 # Warnings of vLLM's imports are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -125,30 +125,35 @@ def test_texts_name_caches_bytes_engines_and_what_helps() -> None:
     )
 
 
-def held(cache: str, generation: int, nbytes: int, *, live: bool = True) -> Held:
-    return Held(cache=cache, generation=generation, nbytes=nbytes, engines=[], live=live)
-
-
-def test_live_model_finds_room_for_its_next_generation_beside_the_engine() -> None:
-    device = empty_but_for(MODEL)
-    reserve = budget.reserve_bytes([held("a/target", 1, MODEL)])
-    assert reserve == MODEL
-    external = external_bytes(device, own=MODEL, others=0, reserve=reserve)
+def test_room_that_is_kept_for_models_on_demand_stays_free() -> None:
+    """They come back beside the engine, which has its KV cache by then."""
+    device, reserved = empty_but_for(MODEL, SMALL), 2 * MODEL
+    external = external_bytes(device, own=SMALL, others=MODEL, reserved=reserved)
     engine = requested(device, external)
-    # vLLM has its check before it takes the memory; afterwards this is what is left.
-    assert device.free - engine >= reserve
-    # With a lower utilization there is room enough, and nothing is lost.
-    low = device._replace(utilization=0.6)
-    assert external_bytes(low, own=MODEL, others=0, reserve=reserve) == MODEL
+    assert TOTAL - device.free + engine + reserved <= 0.92 * TOTAL + CONTEXT + 1
+    # Two engines that fit beside it lose nothing.
+    low = empty_but_for(MODEL, SMALL, utilization=0.3)
+    assert external_bytes(low, own=SMALL, others=MODEL, reserved=reserved) == SMALL
 
 
-def test_room_is_kept_for_one_model_at_a_time_with_its_draft() -> None:
-    caches = [
-        held("a/target", 1, MODEL), held("a/draft", 1, SMALL), held("b/target", 1, SMALL),
-        held("c/target", 1, 2 * MODEL, live=False),
-    ]  # fmt: skip
-    assert budget.reserve_bytes(caches) == MODEL + SMALL
-    # An engine still maps the generation before: the second one is there already.
-    assert budget.reserve_bytes([*caches, held("a/target", 0, MODEL, live=False)]) == SMALL
-    assert budget.reserve_bytes([]) == 0
-    assert budget.kept_free(MODEL).startswith("15.0 GiB stay free for the next generation")
+def test_a_parked_room_is_named_with_what_gives_it_back() -> None:
+    kept = Held(cache="models on demand", generation=0, nbytes=MODEL, engines=[], reserved=True)
+    held = Held(
+        cache="b/target", generation=2, nbytes=SMALL, engines=[EngineStatus(pid=7, since=0.0)]
+    )
+    text = budget.cost(empty_but_for(SMALL), [held, kept], MODEL)
+    assert (
+        "b/target 1.7 GiB (pid 7), models on demand 15.0 GiB (kept free by budget: in the manifest)"
+        in text
+    )
+    assert "'weightcachectl drop b/target' frees that cache" in text
+    assert "a lower budget: in the manifest leaves less to models on demand" in budget.remedies(
+        [kept]
+    )
+
+
+def test_room_for_new_weights_is_named_with_its_key() -> None:
+    kept = Held(cache=NEXT, generation=0, nbytes=MODEL, engines=[], reserved=True)
+    text = budget.cost(empty_but_for(MODEL), [kept], SMALL)
+    assert "next weights of live models 15.0 GiB (kept free by live: in the manifest)" in text
+    assert "without live: true in the manifest none is kept for new weights" in text
