@@ -64,18 +64,36 @@ def _check_names(
     return tuple(dict.fromkeys(names))
 
 
+def _complete_devices(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    from weightcached.cli.devices import all_devices
+
+    return [row.device for row in all_devices()[0] if row.device.startswith(begun)]
+
+
+def _complete_models(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    from weightcached.config.manifest import load_manifest
+    from weightcached.system.paths import manifest_path
+
+    try:
+        models = load_manifest(manifest_path()).models
+    except WeightcachedError:
+        return []
+    return [model.name for model in models if model.name.startswith(begun)]
+
+
 _optional_devices = click.argument(
-    "devices", metavar="[DEVICE]...", nargs=-1, callback=_check_devices
-)
+    "devices", metavar="[DEVICE]...", nargs=-1, callback=_check_devices, shell_complete=_complete_devices,
+)  # fmt: skip
 _devices = click.argument(
-    "devices", metavar="DEVICE...", nargs=-1, required=True, callback=_check_devices
-)
+    "devices", metavar="DEVICE...", nargs=-1, required=True, callback=_check_devices, shell_complete=_complete_devices,
+)  # fmt: skip
 _on_devices = click.option(
     "--device",
     "devices",
     metavar="DEVICE",
     multiple=True,
     callback=_check_devices,
+    shell_complete=_complete_devices,
     help="Only on this device; repeatable.",
 )
 
@@ -389,7 +407,7 @@ def _display() -> ProgressDisplay:
 
 @main.command()
 @_socket_dir
-@click.argument("cache", metavar="CACHE")
+@click.argument("cache", metavar="CACHE", shell_complete=_complete_models)
 @_on_devices
 @click.option(
     "--force", is_flag=True, help="Also if engines map it. Their memory stays until they end."
@@ -408,7 +426,7 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
 
 @main.command()
 @_socket_dir
-@click.argument("cache", metavar="CACHE")
+@click.argument("cache", metavar="CACHE", shell_complete=_complete_models)
 @_on_devices
 def evict(cache: str, devices: Sequence[str]) -> None:
     """Free CACHE until an engine asks for it.
@@ -443,7 +461,7 @@ def _free(
 
 @main.command()
 @_socket_dir
-@click.argument("cache", metavar="CACHE")
+@click.argument("cache", metavar="CACHE", shell_complete=_complete_models)
 @_on_devices
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0), default=3600, metavar="SECONDS", show_default=True,
@@ -558,7 +576,7 @@ def _check_placed(
         "ignore_unknown_options": True,
     }
 )
-@click.argument("model")
+@click.argument("model", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE ARGUMENTS]...")
 @click.option("--name", help="Name of the entry.", show_default="the last part of MODEL")
 @click.option(
@@ -567,6 +585,7 @@ def _check_placed(
     metavar="DEVICE",
     multiple=True,
     callback=_check_placed,
+    shell_complete=_complete_devices,
     show_default="the first GPUs, else cpu0 …",
     help="A device, or all; repeatable, in rank order.",
 )
@@ -623,7 +642,7 @@ def add(
 
 
 @main.command()
-@click.argument("name")
+@click.argument("name", shell_complete=_complete_models)
 def remove(name: str) -> None:
     """Remove the model NAME from the manifest, and free it.
 
@@ -635,10 +654,10 @@ def remove(name: str) -> None:
     from weightcached.cli import add, edit
 
     path = edit.path_to_change()
-    spec = edit.remove_model(path, name)
+    edit.remove_model(path, name)
     click.echo(f"removed {name} from {path}")
-    answering, _ = add.daemons(spec.devices, spec.engine)
-    _exit(_reload(answering, [name]) if answering else 0)
+    holding = add.holders(name)
+    _exit(_reload(holding, [name]) if holding else 0)
 
 
 @main.command()
@@ -949,7 +968,7 @@ def snapshot_rm(cache: str) -> None:
 
 @main.command()
 @_socket_dir
-@click.argument("cache", metavar="CACHE")
+@click.argument("cache", metavar="CACHE", shell_complete=_complete_models)
 @_on_devices
 @_json
 @click.option(

@@ -224,6 +224,7 @@ class Reconciler:
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
+        self._last_look = look()
         self._snapshots = snapshots
         self._residency = residency
         self._tally = tally
@@ -257,7 +258,7 @@ class Reconciler:
                 if starting:
                     await self._snapshots.sweep()
                 chosen = self._chosen(only, wanted)
-                look = self._look()
+                look = self._last_look = self._look()
                 stale = await self._find_stale(wanted, look)
                 todo = plan(
                     wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
@@ -332,7 +333,9 @@ class Reconciler:
             if want is None or self._caches.get(cache.name) is not cache or cache.load is None:
                 # Gone from the manifest, or loaded by a reload meanwhile.
                 return
-            await self._load_all([want], self._look())
+            # An evicted cache is as old as a served one: only a reload asks the interpreter for its
+            # versions again, which takes as long as reading some GiB.
+            await self._load_all([want], self._last_look)
 
     async def evict(self, cache: Cache) -> None:
         """Stop serving a cache until an engine asks for it; free its memory."""
