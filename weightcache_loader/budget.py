@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weightcached.system.text import bytes_text
-from weightcached.wire.resident import Held
+from weightcached.wire.resident import NEXT, Held
 
 # Left free for neighbours and the driver, if the engine's utilization leaves more.
 _HEADROOM = 0.08
@@ -29,8 +29,9 @@ def external_bytes(device: DeviceBudget, *, own: int, others: int, reserved: int
 
     vLLM gives the engine utilization × total minus this answer, and refuses to start if less is
     free. own: bytes that this engine maps, or copies and gives back; others: bytes of the daemon's
-    other caches; reserved: bytes that are free, but kept for models on demand. Both count only as
-    far as the device has no room for them: two engines that fit side by side lose nothing.
+    other caches; reserved: bytes that are free, but kept for models on demand and for new weights.
+    Both count only as far as the device has no room for them: two engines that fit side by side lose
+    nothing.
     """
     lacking = _requested_bytes(device) - own - (device.free - reserved) + _headroom(device)
     return own + min(others + reserved, max(0, lacking))
@@ -97,13 +98,13 @@ def listed(caches: Sequence[Held]) -> str:
 
 
 def reserved_bytes(caches: Sequence[Held]) -> int:
-    """Bytes that are kept for models on demand."""
+    """Bytes that are kept for models on demand and for new weights."""
     return sum(cache.nbytes for cache in caches if cache.reserved)
 
 
 def _engines(cache: Held) -> str:
     if cache.reserved:
-        return "kept free by budget: in the manifest"
+        return f"kept free by {'live' if cache.cache == NEXT else 'budget'}: in the manifest"
     if not cache.engines:
         return "no engine"
     return ", ".join(engine.name for engine in cache.engines)
@@ -114,7 +115,11 @@ def remedies(caches: Sequence[Held]) -> str:
     # No engine loses a cache that none maps.
     first = min(caches, key=lambda cache: (cache.reserved, len(cache.engines)))
     frees = (
-        "a lower budget: in the manifest leaves less to models on demand"
+        (
+            "without live: true in the manifest none is kept for new weights"
+            if first.cache == NEXT
+            else "a lower budget: in the manifest leaves less to models on demand"
+        )
         if first.reserved
         else f"'weightcachectl drop {first.cache}' frees that cache"
     )

@@ -203,6 +203,10 @@ def test_published_checkpoint_is_the_models_also_for_the_next_daemon(scene: Scen
     document = scene.run("status", "--json").output
     (cache,) = json.loads(document[document.index("{") :])["devices"][0]["caches"]
     assert (cache["label"], cache["live"], cache["generation"]) == ("step 2", True, 2)
+    assert (
+        "cpu0 tiny/target 'step 2': 2 tensors, 3.0 MiB, all digests equal"
+        in scene.run("verify").output
+    )
     with scene.daemon.client() as engine:
         scene.attach(engine, scene.new)
 

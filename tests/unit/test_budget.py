@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weightcache_loader import budget
 from weightcache_loader.budget import DeviceBudget, external_bytes
 from weightcached.wire.messages import EngineStatus
-from weightcached.wire.resident import Held
+from weightcached.wire.resident import NEXT, Held
 
 # Warnings of vLLM's imports are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -150,3 +150,10 @@ def test_a_parked_room_is_named_with_what_gives_it_back() -> None:
     assert "a lower budget: in the manifest leaves less to models on demand" in budget.remedies(
         [kept]
     )
+
+
+def test_room_for_new_weights_is_named_with_its_key() -> None:
+    kept = Held(cache=NEXT, generation=0, nbytes=MODEL, engines=[], reserved=True)
+    text = budget.cost(empty_but_for(MODEL), [kept], SMALL)
+    assert "next weights of live models 15.0 GiB (kept free by live: in the manifest)" in text
+    assert "without live: true in the manifest none is kept for new weights" in text

@@ -22,13 +22,14 @@ from weightcached.wire.messages import EngineStatus, StatusReply
 
 MAX_BYTES = 1 << 20
 ON_DEMAND = "models on demand"
+NEXT = "next weights of live models"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """Device memory of one generation, and the engines that map it.
 
-    reserved: not held yet, but kept for models on demand.
+    reserved: not held yet, but kept for models on demand, or for new weights beside the present ones.
     """
 
     cache: str
@@ -56,7 +57,28 @@ def held(status: StatusReply) -> list[Held]:
         Held(cache=o.cache, generation=o.generation, nbytes=o.bytes, engines=o.engines)
         for o in status.old_generations
     ]
-    return [*served, *old, *_reserved(status, sum(h.nbytes for h in served + old))]
+    reserved = _reserved(status, sum(h.nbytes for h in served + old))
+    return [*served, *old, *reserved, *_next(status)]
+
+
+def _next(status: StatusReply) -> list[Held]:
+    """Room for the next generation of a live model beside the present one, for the largest of them.
+
+    One that is there already, because an engine still maps the one before, needs no more.
+    """
+    by_model: dict[str, int] = {}
+    for cache in status.caches:
+        if cache.live:
+            model = cache.name.rpartition("/")[0]
+            by_model[model] = by_model.get(model, 0) + cache.bytes
+    for old in status.old_generations:
+        model = old.cache.rpartition("/")[0]
+        if model in by_model:
+            by_model[model] -= old.bytes
+    nbytes = max([0, *by_model.values()])
+    return (
+        [Held(cache=NEXT, generation=0, nbytes=nbytes, engines=[], reserved=True)] if nbytes else []
+    )
 
 
 def _reserved(status: StatusReply, held_bytes: int) -> list[Held]:
