@@ -38,6 +38,7 @@ Cause = Literal[
     "failed",
     "no-daemon",
     "no-room",
+    "not-live",
     "protocol-version",
     "refused",
     "released",

@@ -150,6 +150,7 @@ class Child:
             stage="loaded",
             skeleton="",
             key=key_of(job.engine, role=job.role, rank=job.rank),
+            label=job.label,
             segments=[SegmentRecord(len(piece), private=False) for piece in pieces],
             storages=[
                 StorageRecord(n, 0, len(piece), xxhash.xxh3_128(piece).digest())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 
 from tests.fakes.checkpoints import MIB, WEIGHTS, key_of, write_checkpoint
 from tests.fakes.client import Client, Handout
-from tests.fakes.daemon import DaemonProcess, until, write_manifest
+from tests.fakes.daemon import DaemonProcess, loaders_of, until, write_manifest
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
     Attach,
@@ -25,11 +28,13 @@ from weightcached.wire.messages import (
     HoldLoads,
     Loading,
     Mismatch,
+    Parked,
     Progress,
     Ready,
     Refused,
     Reload,
     ReloadReply,
+    Unmap,
 )
 
 Launcher = Callable[..., DaemonProcess]
@@ -324,6 +329,41 @@ def test_evict_is_refused_while_an_engine_maps_it(machine: Machine) -> None:
     assert machine.evict("b") == Done()
 
 
+@pytest.fixture
+def slow_writer(short_tmp: Path, gate: Path) -> Path:
+    """An interpreter that waits for `gate` before it runs the writer of snapshots."""
+    script = short_tmp / "python"
+    waits = f'case "$*" in *snapshot.writer*) cat {gate} >/dev/null;; esac'
+    script.write_text(f'#!/bin/sh\n{waits}\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_what_is_being_written_is_evicted_when_it_is_written(
+    machine: Machine, slow_writer: Path, gate: Path
+) -> None:
+    machine.manifest(budget=SIZE, changes={"a": {"python": str(slow_writer)}})
+    machine.daemon.start()
+    machine.use("a")
+    refused = machine.evict("a")
+    assert isinstance(refused, Refused)
+    assert refused.code == "busy"
+    with machine.daemon.client() as waiting:
+        waiting.expect(Attach(key=machine.key("b")), Loading)
+        # It waits for the write, which would be in vain otherwise.
+        for _ in range(3):
+            assert isinstance(waiting.receive(), Loading)
+        assert machine.states() == {"a": "ready", "b": "loading", "c": "evicted"}
+        gate.write_bytes(b"")
+        answer = waiting.receive()
+        while isinstance(answer, Loading):
+            answer = waiting.receive()
+        assert isinstance(answer, Ready)
+        waiting.take(answer).close()
+    machine.use("a")
+    assert (machine.cache("a").source, machine.loads("a")) == ("restored", 1)
+
+
 def test_an_always_resident_model_can_be_evicted_by_hand_and_comes_back(machine: Machine) -> None:
     machine.manifest(changes={"a": {"resident": None}})
     machine.daemon.start()
@@ -414,3 +454,97 @@ def test_a_daemon_killed_while_it_loads_one_loses_nothing_that_is_served(
         assert engine.weights() == (machine.checkpoints["a"] / WEIGHTS).read_bytes()
         assert machine.states() == {"a": "ready", "b": "evicted", "c": "evicted"}
     machine.use("b")
+
+
+def test_a_parked_engine_is_asked_to_unmap_if_the_room_is_needed(machine: Machine) -> None:
+    machine.daemon.start()
+    machine.use("a")
+    machine.written("a")
+    with machine.attach("a") as sleeper, machine.attach("b"), machine.daemon.client() as late:
+        sleeper.client.expect(Parked(parked=True), Done)
+        late.send(Attach(key=machine.key("c")))
+        assert sleeper.client.receive() == Unmap()
+        # It unmaps and hangs up.
+        sleeper.handout.close()
+        sleeper.client.close()
+        answer = late.receive()
+        while isinstance(answer, Loading):
+            answer = late.receive()
+        assert isinstance(answer, Ready), answer
+        late.take(answer).close()
+        assert machine.states() == {"a": "evicted", "b": "ready", "c": "ready"}
+    # It wakes.
+    machine.use("a")
+    assert machine.cache("a").source == "restored"
+
+
+def test_a_parked_engine_that_wakes_just_then_keeps_its_model(machine: Machine) -> None:
+    machine.daemon.start()
+    machine.use("c")
+    with machine.attach("a") as sleeper, machine.attach("b"), machine.daemon.client() as late:
+        sleeper.client.expect(Parked(parked=True), Done)
+        late.send(Attach(key=machine.key("c")))
+        assert sleeper.client.receive() == Unmap()
+        sleeper.client.expect(Parked(parked=False), Done)
+        answer = late.receive()
+        while isinstance(answer, Loading):
+            answer = late.receive()
+        assert isinstance(answer, Failed), answer
+        assert f"a/target 3.0 MiB (mapped by pid {os.getpid()})" in answer.error
+        assert machine.states() == {"a": "ready", "b": "ready", "c": "evicted"}
+
+
+def restorer_of(daemon: DaemonProcess) -> int | None:
+    """The pid of the daemon's restorer, if one runs."""
+    for pid in loaders_of(daemon.pid):
+        with contextlib.suppress(OSError):
+            if b"weightcached.snapshot.restorer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("whom", ["restorer", "daemon"])
+def test_kill_while_one_is_restored_costs_nothing_that_is_served(
+    machine: Machine, whom: str, delay_s: float
+) -> None:
+    """At whatever phase it hits the restorer, which lives for half a second."""
+    machine.daemon.start()
+    for name in "ab":
+        machine.use(name)
+        machine.written(name)
+    assert machine.evict("b") == Done()
+    files = sorted(machine.snapshots.rglob("*"))
+    with machine.attach("a") as engine, machine.daemon.client() as waiting:
+        waiting.send(Attach(key=machine.key("b")))
+        found: list[int | None] = [None]
+
+        def restores() -> bool:
+            found[0] = restorer_of(machine.daemon)
+            return found[0] is not None
+
+        until(restores, "the restorer")
+        restorer = found[0]
+        assert restorer
+        time.sleep(delay_s)
+        if whom == "restorer":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(restorer, signal.SIGKILL)
+            answer = waiting.receive()
+            while isinstance(answer, Loading):
+                answer = waiting.receive()
+            # Restored before the signal came, or loaded.
+            assert isinstance(answer, Ready), answer
+            waiting.take(answer).close()
+        else:
+            machine.daemon.signal(signal.SIGKILL)
+            machine.daemon.wait()
+            until(lambda: not Path(f"/proc/{restorer}").exists(), "the restorer's end")
+            machine.daemon.launch(keep_store=True).notified("READY=1")
+        assert engine.weights() == (machine.checkpoints["a"] / WEIGHTS).read_bytes()
+        assert machine.cache("a").state == "ready"
+    machine.use("b")
+    if whom == "daemon":
+        assert machine.loads("b") == 1
+        assert sorted(machine.snapshots.rglob("*")) == files

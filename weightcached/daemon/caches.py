@@ -64,6 +64,7 @@ class Generation:
         self.versions = index.versions
         self.environment = index.environment
         self.spec_digest = index.spec_digest
+        self.label = index.label
         self.segment_nbytes = [segment.nbytes for segment in index.segments]
         self.tensors = len(index.tensors)
         self.load_seconds = index.load.seconds
@@ -172,6 +173,8 @@ class Cache:
         # Of the load that is due, as far as the manifest tells: its key comes later, from vLLM.
         self.checkpoint: CheckpointIdentity | None = None
         # From the manifest: whether it may make room for others, and is loaded only if asked for.
+        # From the manifest: whether engines that run get new generations.
+        self.live = False
         self.resident: Residence = "always"
         # Of the last generation, or of its snapshot; 0 if there was none.
         self.last_nbytes = 0
@@ -279,6 +282,8 @@ class Cache:
             retry_at=retry_at,
             warning=generation.not_stored if generation else "",
             resident=self.resident,
+            label=generation.label if generation else "",
+            live=self.live,
             load_from=load.source if load else "",
         )
 

@@ -90,6 +90,7 @@ class LoadRequest(NamedTuple):
     python: str | None
     boot_id: str
     env: dict[str, str] = {}  # noqa: RUF012
+    label: str = ""
 
     def job(self, socket_fd: int, *, waits: bool) -> LoaderJob:
         fields = self._asdict()

@@ -224,6 +224,7 @@ class Reconciler:
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
+        self._last_look = look()
         self._snapshots = snapshots
         self._residency = residency
         self._tally = tally
@@ -254,8 +255,10 @@ class Reconciler:
         async with self._lock:
             try:
                 wanted = await self._read_manifest()
+                if starting:
+                    await self._snapshots.sweep()
                 chosen = self._chosen(only, wanted)
-                look = self._look()
+                look = self._last_look = self._look()
                 stale = await self._find_stale(wanted, look)
                 todo = plan(
                     wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
@@ -330,7 +333,9 @@ class Reconciler:
             if want is None or self._caches.get(cache.name) is not cache or cache.load is None:
                 # Gone from the manifest, or loaded by a reload meanwhile.
                 return
-            await self._load_all([want], self._look())
+            # An evicted cache is as old as a served one: only a reload asks the interpreter for its
+            # versions again, which takes as long as reading some GiB.
+            await self._load_all([want], self._last_look)
 
     async def evict(self, cache: Cache) -> None:
         """Stop serving a cache until an engine asks for it; free its memory."""
@@ -375,7 +380,22 @@ class Reconciler:
                 left.append(max(due_s, _IDLE_LOOK_S))
         return min(left, default=None)
 
-    async def retry(self) -> None:
+    def live_models(
+        self, outcomes: Sequence[CacheOutcome], only: Collection[str] = (), *, asked: bool = False
+    ) -> list[ModelSpec]:
+        """The models whose engines are to map what is served now, after a round with `outcomes`:
+        those that are live, with `asked` all that the round was about. None with a cache that failed.
+        """
+        failed = {o.cache.rpartition("/")[0] for o in outcomes if o.outcome == "failed"}
+        chosen = self._chosen(only, list(self._wanted.values()))
+        found = {
+            want.spec.name: want.spec
+            for want in self._wanted.values()
+            if (not only or want.name in chosen) and (want.spec.live or asked)
+        }
+        return [spec for name, spec in found.items() if name not in failed]
+
+    async def retry(self) -> list[CacheOutcome]:
         """Load the caches that are due to be tried again, by the manifest as last read."""
         async with self._lock:
             due = self.retries.take_due()
@@ -392,7 +412,7 @@ class Reconciler:
                 else:
                     self._queue(want)
                     todo.append(want)
-            await self._load_all(todo, look)
+            return await self._load_all(todo, look)
 
     async def _read_manifest(self) -> list[Wanted]:
         try:
@@ -456,6 +476,7 @@ class Reconciler:
     def _ensure(self, want: Wanted) -> Cache:
         cache = self._caches.ensure(want.name, want.role)
         cache.identity, cache.resident = want.spec.identity, want.spec.resident
+        cache.live = want.spec.live
         return cache
 
     def _queue(self, want: Wanted) -> None:
@@ -810,6 +831,7 @@ class Reconciler:
             python=want.spec.python,
             boot_id=self._boot_id,
             env=want.spec.env,
+            label=want.spec.label,
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:

@@ -29,6 +29,7 @@ from weightcached.snapshot.files import (
     cache_directory,
     list_snapshots,
     open_snapshot,
+    sweep,
 )
 from weightcached.snapshot.writer import WriterJob
 from weightcached.system.waits import end_tasks
@@ -75,6 +76,14 @@ class Snapshots:
         # By cache: what became of the snapshots that its last load could have used.
         self._uses: dict[str, str] = {}
         self.rollbacks = Rollbacks(device)
+
+    async def sweep(self) -> None:
+        """Remove what writers left that were killed with an earlier daemon; before any of ours."""
+        if self.spec is None:
+            return
+        removed = await asyncio.to_thread(sweep, self.spec.directory, self._device)
+        if removed:
+            log.info("removed unfinished snapshots count=%d", removed)
 
     async def find(self, want: Wanted, why_stale: WhyStale | None) -> Path | None:
         """The newest snapshot that equals the result of a load of `want` now, or None.

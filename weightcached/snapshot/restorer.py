@@ -46,6 +46,8 @@ def restore(job: LoaderJob, daemon: DaemonChannel, path: Path) -> None:
             device=job.device,
             generation=job.generation,
             spec_digest=job.spec_digest,
+            # Of the weights, unless they have another name by now.
+            label=job.label or snapshot.index.label,
         )
         fds = read_segments(snapshot, backend, daemon)
     try:

@@ -36,6 +36,7 @@ from weightcached.snapshot.files import (
     name_of,
     open_snapshot,
     remove_leftovers,
+    remove_snapshot,
 )
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.process import die_with_parent
@@ -99,7 +100,8 @@ def run(job: WriterJob) -> Path:
             )
         path = directory / name_of(index)
         if job.replace or not _is_whole(path):
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                remove_snapshot(path)
             # Before anything is written: older ones make room for it.
             _make_room(root, directory, index.nbytes, job)
             sizes = [segment.nbytes for segment in index.segments]
@@ -107,7 +109,8 @@ def run(job: WriterJob) -> Path:
             undo.callback(mapping.close)
             _write(path, index_format.encode(index), index, mapping)
     for old in list_snapshots(root, job.device, job.cache)[max(1, job.keep) :]:
-        shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):
+            remove_snapshot(old)
     return path
 
 
@@ -136,7 +139,8 @@ def _make_room(root: Path, directory: Path, nbytes: int, job: WriterJob) -> None
                 f"{job.max_bytes or 'not set'}"
             )
         _, size, oldest = others.pop(0)
-        shutil.rmtree(oldest, ignore_errors=True)
+        with suppress(OSError):
+            remove_snapshot(oldest)
         held -= size
 
 
