@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,8 @@ def test_what_is_restored_is_what_was_written(packed: Packed, path: Path) -> Non
     assert channel.of(LoaderKey)[0].key == packed.index.key
     assert channel.of(LoaderIndex)[0].segments == len(packed.fds)
     assert [message.first for message in channel.of(Descriptors)] == [0]
-    assert set(index.load.phases) == {"opening", "restoring"}
+    assert set(index.load.phases) == {"opening", "segments", "locking", "restoring", "publishing"}
+    assert all(seconds >= 0 for seconds in index.load.phases.values())
     close_all(channel.fds)
 
 
@@ -366,6 +368,28 @@ def test_device_memory_comes_back_under_another_driver(
         assert mapping.read(number, 0, nbytes).tobytes() == expected
     mapping.close()
     index_fd.close()
+
+
+def test_the_time_of_the_copy_is_that_without_locking_memory(
+    driver: FakeDriver, gpu_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = on_gpu(driver, monkeypatch)
+    lock = backend.staging
+
+    def slowly(nbytes: int) -> Any:
+        time.sleep(0.3)
+        return lock(nbytes)
+
+    monkeypatch.setattr(backend, "staging", slowly)
+    began_s = time.monotonic()
+    channel = restored(gpu_path, device=GPU)
+    took_s = time.monotonic() - began_s
+    phases = index_format.decode(contents(channel.fds[:1])[0]).load.phases
+    assert phases["locking"] >= 0.3
+    # Every reader waited for its memory before it copied anything, and no time counts twice.
+    assert sum(phases.values()) <= took_s
+    assert phases["restoring"] <= took_s - 0.3
+    close_all(channel.fds)
 
 
 def test_device_memory_is_given_back_when_a_chunk_is_wrong(
