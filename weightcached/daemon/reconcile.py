@@ -70,6 +70,12 @@ _FREEING_S = 5.0
 _IDLE_LOOK_S = 0.25
 
 
+_WITH_ROOM_FOR_ONE = (
+    "; the present weights are served on. With room for one generation only: 'weightcachectl engine sleep' its "
+    "service, 'weightcachectl drop {model}', reload or publish again, and wake the service"
+)
+
+
 class NoRoomError(LoadFailedError):
     """The budget has no room beside what engines use, and what must stay resident."""
 
@@ -887,8 +893,11 @@ class Reconciler:
             self.retries.settled(cache.name)
         else:
             self.retries.failed(cache.name)
+        text = str(error)
+        if (no_room or error.no_room) and cache.live and cache.generation is not None:
+            text += _WITH_ROOM_FOR_ONE.format(model=cache.name.rpartition("/")[0])
         # Its next engine may find room.
-        cache.fail_load(str(error), evicted=no_room and on_demand)
+        cache.fail_load(text, evicted=no_room and on_demand)
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
             cache.name,
