@@ -118,6 +118,11 @@ class Snapshots:
             self.reject(want.name, path, reason)
         return None
 
+    def offered(self, cache: str) -> None:
+        """What find() found is not read before an engine asks for it."""
+        if use := self._uses.get(cache):
+            self._uses[cache] = use.replace("restored from", "comes back from", 1)
+
     def reject(self, cache: str, path: Path, reason: str) -> None:
         """A snapshot is not used."""
         reason = printable(reason, 1000)
