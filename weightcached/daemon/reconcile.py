@@ -64,8 +64,16 @@ _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
 # How often a rank looks for peers that have restored theirs, or had it all along.
 _PEERS_PERIOD_S = 2.0
+# How long a load waits for memory that was given up before.
+_FREEING_S = 5.0
 # How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
 _IDLE_LOOK_S = 0.25
+
+
+_WITH_ROOM_FOR_ONE = (
+    "; the present weights are served on. With room for one generation only: 'weightcachectl engine sleep' its "
+    "service, 'weightcachectl drop {model}', reload or publish again, and wake the service"
+)
 
 
 class NoRoomError(LoadFailedError):
@@ -280,6 +288,8 @@ class Reconciler:
             self._caches.changed.fire()
             # A forced reload distrusts the snapshots too.
             outcomes += await self._load_all(todo.load, None if force else look)
+            # The budget may be another one.
+            await self._residency.make_room(None, 0, self.evict)
             if along:
                 await self._load_along(todo.unchanged)
             return outcomes
@@ -536,6 +546,9 @@ class Reconciler:
         The served generation of the same cache goes last, if it can be restored: it is returned.
         Raises NoRoomError, but only for a size that is known.
         """
+        if self._residency.budget and self._freeing:
+            # No engine measures memory now, so that these end.
+            await asyncio.wait(self._freeing, timeout=_FREEING_S)
         old = cache.generation
         nbytes = old.nbytes if old else cache.last_nbytes or _estimated_bytes(cache, want)
         if await self._residency.make_room(cache, nbytes, self.evict):
@@ -880,8 +893,11 @@ class Reconciler:
             self.retries.settled(cache.name)
         else:
             self.retries.failed(cache.name)
+        text = str(error)
+        if (no_room or error.no_room) and cache.live and cache.generation is not None:
+            text += _WITH_ROOM_FOR_ONE.format(model=cache.name.rpartition("/")[0])
         # Its next engine may find room.
-        cache.fail_load(str(error), evicted=no_room and on_demand)
+        cache.fail_load(text, evicted=no_room and on_demand)
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
             cache.name,
