@@ -120,8 +120,9 @@ class Snapshots:
 
     def offered(self, cache: str) -> None:
         """What find() found is not read before an engine asks for it."""
-        if use := self._uses.get(cache):
-            self._uses[cache] = use.replace("restored from", "comes back from", 1)
+        use = self._uses.get(cache, "")
+        if use.startswith("used: "):
+            self._uses[cache] = f"to be {use}"
 
     def reject(self, cache: str, path: Path, reason: str) -> None:
         """A snapshot is not used."""
