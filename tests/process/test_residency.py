@@ -326,6 +326,7 @@ def test_a_restart_keeps_what_is_resident_and_knows_the_snapshots_of_the_rest(
     machine.daemon.launch(keep_store=True).notified("READY=1")
     assert machine.states() == {"a": "evicted", "b": "ready", "c": "evicted"}
     assert machine.cache("a").snapshot_bytes == SIZE
+    assert machine.cache("a").snapshot_use.startswith(f"to be used: {machine.snapshots}/")
     # Told at once that nothing here is its own, by the key in the snapshot.
     with machine.daemon.client() as client:
         answer = client.ask(Attach(key=machine.key("a", dtype="float16")))
@@ -335,6 +336,7 @@ def test_a_restart_keeps_what_is_resident_and_knows_the_snapshots_of_the_rest(
         assert isinstance(answer, Mismatch), answer
     machine.use("a")
     assert [machine.loads(name) for name in "ab"] == [1, 1]
+    assert machine.cache("a").snapshot_use.startswith("used: ")
 
 
 def test_reload_leaves_on_demand_models_alone_unless_they_are_named(machine: Machine) -> None:

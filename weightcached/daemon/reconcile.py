@@ -330,6 +330,7 @@ class Reconciler:
         the checkpoint.
         """
         path = await self._snapshots.find(want, look.reason)
+        self._snapshots.offered(want.name)
         checkpoint = await asyncio.to_thread(_checkpoint_of, want)
         kept, cache = self._snapshots.kept(want.name), self._caches.get(want.name)
         if cache is not None and cache.state == "evicted":

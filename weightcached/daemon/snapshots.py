@@ -118,6 +118,12 @@ class Snapshots:
             self.reject(want.name, path, reason)
         return None
 
+    def offered(self, cache: str) -> None:
+        """What find() found is not read before an engine asks for it."""
+        use = self._uses.get(cache, "")
+        if use.startswith("used: "):
+            self._uses[cache] = f"to be {use}"
+
     def reject(self, cache: str, path: Path, reason: str) -> None:
         """A snapshot is not used."""
         reason = printable(reason, 1000)
