@@ -14,7 +14,7 @@ INPUTS ?= 100000
 # Each engine would compile all that it imports of vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check lint unit engine bench soak fuzz demo page lock clean matrix extras
+.PHONY: help test check lint unit engine bench soak fuzz demo steps page matrix extras lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -56,6 +56,10 @@ fuzz: $(STAMP)  ## INPUTS hostile inputs at a real daemon, and the fuzz tests wi
 
 demo: $(STAMP)  ## a tiny model, a unit, engines from disk and attached, a crash in between
 	$(BIN)/python bench/demo.py
+
+steps: $(STAMP)  ## the README's four commands, from an empty home directory to an engine that has attached: docs/first-steps.*
+	$(BIN)/python bench/picture.py --out docs/first-steps.svg --columns 118 --tail 0 --title "the first five minutes" --prompt "" -- \
+		$(BIN)/python bench/first_steps.py
 
 page: $(STAMP)  ## the exporter's page in headless Chromium (Debian: apt-get install chromium): tests, then docs/page-*.png
 	$(BIN)/pytest -q tests/browser

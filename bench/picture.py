@@ -76,8 +76,20 @@ _TEMPLATE = """\
     help="Draw only the last lines, for the demo its two tables; 0: all.",
 )
 @click.option("--title", default="make demo", show_default=True, help="Title of the window.")
+@click.option(
+    "--prompt",
+    default="make demo",
+    show_default=True,
+    help="The command that the picture begins with; empty: none.",
+)
 def main(
-    command: Sequence[str], recording: Path | None, out: Path, columns: int, tail: int, title: str
+    command: Sequence[str],
+    recording: Path | None,
+    out: Path,
+    columns: int,
+    tail: int,
+    title: str,
+    prompt: str,
 ) -> None:
     """Run COMMAND, by default the demo, and draw its output.
 
@@ -90,7 +102,7 @@ def main(
         recording = out.with_suffix(".txt")
         recording.write_text(output, encoding="utf-8")
     text = final_lines(recording.read_text(encoding="utf-8"))
-    out.write_text(svg(last_lines(text, tail), columns, title), encoding="utf-8")
+    out.write_text(svg(last_lines(text, tail), columns, title, prompt), encoding="utf-8")
     click.echo(f"wrote {out}")
 
 
@@ -140,10 +152,13 @@ def last_lines(text: str, number: int) -> str:
     return text if not 0 < number < len(lines) else "\n".join(["…", *lines[-number:]]) + "\n"
 
 
-def svg(recording: str, columns: int, title: str) -> str:
-    """The picture of a terminal that shows `recording`, with its colours."""
+def svg(recording: str, columns: int, title: str, prompt: str = "make demo") -> str:
+    """The picture of a terminal that shows `recording`, with its colours; prompt: the command that
+    made it, "" if the recording has its own.
+    """
     console = Console(record=True, width=columns, file=StringIO(), force_terminal=True)
-    console.print(Text("$ make demo", style="bold"))
+    if prompt:
+        console.print(Text(f"$ {prompt}", style="bold"))
     console.print(Text.from_ansi(recording.rstrip("\n")), soft_wrap=True)
     return console.export_svg(title=title, code_format=_TEMPLATE, unique_id="terminal")
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -20,26 +19,22 @@ _BUILT_FROM = (
 )  # fmt: skip
 
 
-def build_wheel(directory: Path) -> Path:
-    """The wheel, built from a copy of the tree: setuptools leaves files behind."""
-    tree = directory / "tree"
-    tree.mkdir()
+def copy_tree(to: Path) -> Path:
+    """What the package is built from: setuptools leaves files behind."""
+    to.mkdir()
     for name in _BUILT_FROM:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(ROOT / name, tree)
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(directory),
-        str(tree),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=240)
+            shutil.copy(ROOT / name, to)
+    return to
+
+
+def build_wheel(directory: Path) -> Path:
+    """The wheel."""
+    tree = str(copy_tree(directory / "tree"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
+    subprocess.run([*command, str(directory), tree], check=True, capture_output=True, timeout=240)
     (wheel,) = directory.glob("*.whl")
     return wheel
 
@@ -56,13 +51,16 @@ def environment_without_torch(directory: Path, wheel: Path) -> Path:
     return _install(directory, wheel)
 
 
-def environment_with_vllm(directory: Path, wheel: Path) -> Path:
-    """A virtual environment of the wheel over all that this one has; its commands."""
+def environment_with_vllm(directory: Path) -> Path:
+    """A virtual environment over all that this one has, its pip too; its commands."""
     packages = _make(directory)
-    inherited = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    inherited |= {path for path in sys.path if path.endswith("site-packages")}
+    # A list of paths, whose own .pth files do not count: not the tree of an editable installation.
+    inherited = {path for path in sys.path if path.endswith("-packages")}
     (packages / "inherited.pth").write_text("\n".join(sorted(inherited)) + "\n")
-    return _install(directory, wheel)
+    pip = directory / "bin/pip"
+    pip.write_text(f'#!/bin/sh\nexec {directory}/bin/python -m pip "$@"\n')
+    pip.chmod(0o755)
+    return directory / "bin"
 
 
 def required(wheel: Path) -> set[str]:

@@ -6,7 +6,7 @@ import logging
 import os
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
-from weightcached.vllm_compat import parked_start
+from weightcached.vllm_compat import live, parked_start
 
 log = logging.getLogger("vllm.weightcached")
 
@@ -18,6 +18,7 @@ def register() -> None:
     from weightcache_loader.ipc_loader import IpcModelLoader
 
     parked_start.install()
+    live.install()
     _register_sleep_backend()
     loaders = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
     for name in OWN_LOAD_FORMATS:

@@ -98,8 +98,10 @@ def attach(
     device: str = "",
     identity: Literal["full", "sampled"] = "full",
     patient: bool = False,
+    cache: str = "",
 ) -> Attachment:
-    """Attach to the generation that matches `key`, waiting up to `state_timeout_s` while it loads.
+    """Attach to the generation that matches `key`, waiting up to `state_timeout_s` while it loads;
+    with `cache` to the newest one of that cache, whatever checkpoint it was made from.
 
     patient: wait up to `connect_timeout_s` for a daemon that is not there yet. With `device`, only
     to the daemon of that device; with identity `sampled`, equal samples of the checkpoints are
@@ -114,7 +116,7 @@ def attach(
                 "socket in socket_path, or leave socket_path out",
                 code="wrong-device",
             )
-        request = Attach(key=key, wait=state_timeout_s > 0, identity=identity)
+        request = Attach(key=key, wait=state_timeout_s > 0, identity=identity, cache=cache)
         ready = _final_answer(connection, request, time.monotonic() + state_timeout_s)
         fetched = receive_generation(connection, ready, connect_timeout_s)
         return Attachment(connection, ready, fetched.index, fetched.fds)

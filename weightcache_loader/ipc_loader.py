@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from weightcache_loader import budget, client, fallback, holds, reload
+from weightcache_loader import budget, client, fallback, holds, reload, swap
 from weightcache_loader.options import LoaderOptions, parse_options
 from weightcached.errors import (
     CacheConfigMismatchError,
@@ -34,10 +34,11 @@ from weightcached.errors import (
     WeightCacheUnavailableError,
 )
 from weightcached.model import bind, mapped
-from weightcached.segments.api import Mapping, open_backend
+from weightcached.segments.api import open_backend
 from weightcached.segments.cuda import CudaMapping
+from weightcached.segments.host import HostMapping
 from weightcached.system.paths import socket_path
-from weightcached.vllm_compat import build, drafts, parked_start, room, startup_plan
+from weightcached.vllm_compat import build, drafts, live, parked_start, room, startup_plan
 from weightcached.vllm_compat import worker as vllm_worker
 from weightcached.vllm_compat.build import all_ranks
 from weightcached.vllm_compat.hooks import PostProcessing
@@ -46,6 +47,8 @@ from weightcached.vllm_compat.versions import warn_of_unseen
 from weightcached.wire.resident import Held
 
 log = init_logger("vllm.weightcached")
+
+ChangeableMapping = CudaMapping | HostMapping
 
 
 class AttachOutcome(NamedTuple):
@@ -83,8 +86,13 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         )
         # Once more: the engine core may have been imported after the plug-ins were loaded.
         parked_start.install()
+        live.install()
         vllm_worker.install(
-            reload.reload_weights, on_started=holds.end, memory_kept=holds.for_a_moment
+            reload.reload_weights,
+            on_started=holds.end,
+            memory_kept=holds.for_a_moment,
+            prepare_swap=swap.prepare_swap,
+            swap=swap.swap,
         )
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
@@ -157,13 +165,14 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         caches = self._resident(vllm_config, reasons)
         # Not by own bytes: a generation also holds its private segment, which engines copy.
         mapped = {_generation_of(decision) for decision in found}
-        others = sum(c.nbytes for c in caches if (c.cache, c.generation) not in mapped)
+        reserved = budget.reserved_bytes(caches)
+        others = sum(c.nbytes for c in caches if (c.cache, c.generation) not in mapped) - reserved
         if parked_start.starts_parked(vllm_config):
             # Another engine has the device's memory now, and will give it back first.
-            return own + others
+            return own + others + reserved
         free, total = memory
         device = budget.DeviceBudget(total, free, vllm_config.cache_config.gpu_memory_utilization)
-        external = budget.external_bytes(device, own=own, others=others)
+        external = budget.external_bytes(device, own=own, others=others, reserved=reserved)
         self._tell_cost(vllm_config, found, caches, device, own, external)
         return external
 
@@ -369,7 +378,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             build.device_of_worker(vllm_config.parallel_config), self.options.directory()
         )
 
-    def _map(self, attachment: client.Attachment) -> tuple[Mapping, torch.device]:
+    def _map(self, attachment: client.Attachment) -> tuple[ChangeableMapping, torch.device]:
+        """The segments mapped, and their device. The attachment keeps its descriptors."""
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
@@ -377,15 +387,16 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         else:
             backend = open_backend(build.gpu_of_worker())
             device = torch.device("cuda", torch.cuda.current_device())
-        return backend.map(
-            attachment.fds, [s.nbytes for s in attachment.tensor_index.segments]
-        ), device
+        fds = [fd.dup() for fd in attachment.fds]
+        mapping = backend.map(fds, [s.nbytes for s in attachment.tensor_index.segments])
+        assert isinstance(mapping, CudaMapping | HostMapping)
+        return mapping, device
 
     def _map_model(
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
     ) -> nn.Module | WeightcachedError:
         model: nn.Module | None = None
-        mapping: Mapping | None = None
+        mapping: ChangeableMapping | None = None
         storages: bind.Storages | None = None
         reason: WeightcachedError | None = None
         with build.collection_paused(), build.isolated_build(vllm_config, keep=True) as building:
@@ -401,7 +412,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                     "another rank of this engine failed to attach", code="another-rank"
                 )
             building.keep = model is not None
-        if model is None or storages is None:
+        if model is None or storages is None or mapping is None:
             attachment.close()
             assert reason is not None
             return reason
@@ -417,12 +428,17 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         model_config: Any,
         model: nn.Module,
         attachment: client.Attachment,
-        mapping: Mapping | None,
+        mapping: ChangeableMapping,
         storages: bind.Storages,
     ) -> None:
         """Keep the lease as long as the model lives, and let it sleep and take new weights."""
         path, attach = self._socket_path(vllm_config), self._how_to_attach(vllm_config)
-        key = with_checkpoint_as_now(attachment.tensor_index.key, vllm_config, model_config)
+        cached = attachment.tensor_index.key
+        key = with_checkpoint_as_now(cached, vllm_config, model_config)
+
+        def attach_newest(wait: bool) -> client.Attachment:
+            newest = functools.partial(attach, cached, cache=attachment.ready.cache)
+            return client.patiently(newest) if wait else newest(state_timeout_s=0)
 
         def lease(
             held: mapped.MappedAttachment, on_unmap: Callable[[], bool]
@@ -434,17 +450,19 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             model,
             mapped.MappedModel(
                 attachment,
-                mapping if isinstance(mapping, CudaMapping) else None,
+                mapping,
                 storages,
                 attach=lambda: client.patiently(lambda: attach(key())),
+                attach_newest=attach_newest,
                 lease=lease,
+                rebind=vllm_worker.rebinder(model, vllm_config, model_config, storages),
             ),
         )
         vllm_worker.refuse_writes(model)
 
     def _build(
         self, vllm_config: Any, model_config: Any, prefix: str, attachment: client.Attachment
-    ) -> tuple[nn.Module, Mapping, bind.Storages]:
+    ) -> tuple[nn.Module, ChangeableMapping, bind.Storages]:
         index = attachment.tensor_index
         began = time.perf_counter()
         model = build.build_on_meta(vllm_config, model_config, prefix)
@@ -465,8 +483,8 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             mapping.close()
             raise
         vllm_worker.settle_for_reloads(model, device)
-        if self.options.mode == "copy" or not isinstance(mapping, CudaMapping):
-            # The tensors keep their memory.
+        if self.options.mode == "copy":
+            # The tensors have memory of their own.
             mapping.close()
         done = time.perf_counter()
         log.info(

@@ -220,6 +220,39 @@ def reload(llm: Any) -> str:
     return _error_of(lambda: llm.collective_rpc("reload_weights"))
 
 
+def swap(llm: Any) -> Any:
+    """Have the workers map the newest weights; what they say, or the error's text."""
+    try:
+        (said,) = llm.collective_rpc("weightcached_swap")
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return said
+
+
+def prepare_swap(llm: Any) -> Any:
+    (said,) = llm.collective_rpc("weightcached_prepare_swap")
+    return said
+
+
+def mapped_generations(llm: Any) -> dict[str, Any]:
+    """By cache, the generation whose bytes are all mapped, by the digests in its index; "mixed" if
+    some differ.
+    """
+    import xxhash
+
+    from weightcached.model import mapped
+
+    found: dict[str, Any] = {}
+    for model in mapped.of_process():
+        mapping: Any = model._mapping
+        equal = all(
+            xxhash.xxh3_128(mapping.read(s.segment, s.offset_bytes, s.nbytes)).digest() == s.digest
+            for s in model.index.storages
+        )
+        found[model.cache] = model.ready.generation if equal else "mixed"
+    return found
+
+
 def writes(llm: Any) -> dict[str, str]:
     """The answer to each way to write into the weights of a running engine."""
 
@@ -289,7 +322,8 @@ CALLS = {
     "images": images,
     "speculation": speculation, "draft": draft, "kv_blocks": kv_blocks,
     "tuning": tuning, "reload": reload, "writes": writes, "sleeping": sleeping, "wake": wake,
-    "restore_devices": restore_devices,
+    "restore_devices": restore_devices, "swap": swap, "prepare_swap": prepare_swap,
+    "mapped_generations": mapped_generations,
 }  # fmt: skip
 
 

@@ -61,6 +61,17 @@ def test_arguments_are_read_as_vllm_reads_them(service: Service) -> None:
     }
 
 
+def test_misspelt_argument_is_refused_with_the_one_that_was_meant(service: Service) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weightcached.vllm_compat.arguments", "--tensor-paralel-size", "2"],
+        env=service.env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].endswith(
+        "error: unrecognized arguments: --tensor-paralel-size 2 (did you mean '--tensor-parallel-size'?)"
+    )
+
+
 def test_mistake_is_told_in_vllms_words_with_status_2(service: Service, tmp_path: Path) -> None:
     command = [
         str(BIN / "weightcached"),

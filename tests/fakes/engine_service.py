@@ -5,7 +5,10 @@ Arguments that it knows, all optional:
     x_fail_file fail with what this file says, while it is there
     x_no_fork   fail to start where it was forked
     x_wake_fails a file with a number: so many wakes fail
+    x_delay_file a file with a number: that engine starts once the file is gone
     x_starts    a file that gets one line for each start
+    x_swaps     a file with the answers to swaps, JSON by number of the engine: outcome, reason, code; and "newest",
+                the weights that an engine has afterwards if it swaps
 
 GET / answers {"engine": N, "pid": …, "core": …, "arguments": …}; GET /slow?S answers after S
 seconds.
@@ -59,6 +62,7 @@ class FakeEngine:
         self._to_core, self._from_core = to_core, from_core
         self._turn = asyncio.Lock()
         self._requests = self._active = 0
+        self.weights = job.arguments["model"]
         self._public: asyncio.Server | None = None
         self._closing = False
         self._writers: set[asyncio.StreamWriter] = set()
@@ -93,6 +97,16 @@ class FakeEngine:
 
     async def sleep(self) -> None:
         self.asleep = True
+
+    async def swap(self, *, on_swap: str, drain_s: float) -> dict[str, Any]:
+        answers = json.loads(Path(self.job.arguments["x_swaps"]).read_text())
+        answer = answers.get(str(self.job.number), {"outcome": "swapped", "generation": 2})
+        if "after" in answer and not Path(answer["after"]).exists():
+            return {"outcome": "left", "reason": "not yet", "code": "another-rank"}
+        answer.pop("after", None)
+        if answer["outcome"] == "swapped":
+            self.weights = answers["newest"]
+        return {"pause_s": 0.01, **answer} if on_swap == "drain" else answer
 
     async def accept_on(self, sock: socket.socket) -> None:
         self._closing = False
@@ -135,7 +149,7 @@ class FakeEngine:
                 await asyncio.sleep(float(query))
             body = {
                 "engine": self.job.number, "pid": os.getpid(), "core": self.core, "asleep": self.asleep,
-                "arguments": self.job.arguments,
+                "arguments": self.job.arguments, "weights": self.weights,
             }  # fmt: skip
             text = json.dumps(body).encode()
             close = "close" if self._closing else "keep-alive"
@@ -174,6 +188,9 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
     fail_file = Path(arguments.get("x_fail_file", "/nonexistent"))
     if fail_file.exists():
         raise RuntimeError(fail_file.read_text())
+    delay = Path(arguments.get("x_delay_file", "/nonexistent"))
+    while delay.exists() and delay.read_text() == str(job.number):
+        await asyncio.sleep(0.01)
     commands, to_core = os.pipe()
     from_core, answers = os.pipe()
     core = os.fork()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.package import build_wheel, environment_without_torch
+from tests.package import ROOT, build_wheel, environment_without_torch
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,15 @@ def run(
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
+
+
+def test_make_lint_builds_the_package_and_checks_it() -> None:
+    dry = subprocess.run(
+        ["make", "-n", "lint", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
+        text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "-m build --quiet --no-isolation" in dry.stdout
+    assert "-m twine check --strict" in dry.stdout
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,15 @@ import pytest
 
 from tests.fakes.checkpoints import key_of
 from tests.fakes.client import Client
-from tests.fakes.daemon import BOUND_S, LOADER, ROOT, environment, makes_digests, until
+from tests.fakes.daemon import (
+    BOUND_S,
+    LOADER,
+    ROOT,
+    ManagerSocket,
+    environment,
+    makes_digests,
+    until,
+)
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import CacheStatus, Drop, Reload, ReloadReply, Status, StatusReply
@@ -31,7 +40,9 @@ PARSER = f"{shlex.quote(sys.executable)} -m tests.fakes.parser_child"
 class Preload:
     """One command in its own process; `ready` is its READY line."""
 
-    def __init__(self, directory: Path, *arguments: str, cwd: Path = ROOT) -> None:
+    def __init__(
+        self, directory: Path, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None
+    ) -> None:
         self.runtime = directory / "run"
         self.log_path = directory / "preload.log"
         self.ready = ""
@@ -44,7 +55,7 @@ class Preload:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=cwd,
-                env=environment(CUDA_VISIBLE_DEVICES=""),
+                env=environment(CUDA_VISIBLE_DEVICES="", **(env or {})),
                 text=True,
             )
 
@@ -127,7 +138,7 @@ def launch(short_tmp: Path) -> Iterator[Launcher]:
     """Starts commands that are ended with the test."""
     with contextlib.ExitStack() as stack:
 
-        def make(*arguments: str, **options: Path) -> Preload:
+        def make(*arguments: str, **options: Any) -> Preload:
             preload = Preload(short_tmp, *arguments, **options)
             stack.callback(preload.close)
             return preload
@@ -173,6 +184,49 @@ def test_ready_waits_for_the_load(launch: Launcher, checkpoint: Path, gate: Path
     gate.write_bytes(b"")
     reader.join(BOUND_S)
     assert lines == [f"READY checkpoint: 1 rank on cpu0, sockets in {preload.runtime}\n"]
+
+
+def test_manager_above_is_told_once_that_all_serve(launch: Launcher, checkpoint: Path) -> None:
+    manager = ManagerSocket(f"@weightcached-above-{os.getpid()}")
+    try:
+        preload = launch(
+            "--model", str(checkpoint), "--tensor-parallel-size", "2", env={"NOTIFY_SOCKET": manager.address}
+        )  # fmt: skip
+        ended = lambda: preload.process.poll() is not None  # noqa: E731
+        assert manager.wait_for("READY=1", ended=ended)
+        preload.start()
+        assert [preload.cache(f"cpu{rank}").state for rank in range(2)] == ["ready", "ready"]
+        assert preload.stop() == 0
+        # What the daemons tell their own manager, which is the command, goes no further.
+        assert manager.states == ["READY=1"]
+    finally:
+        manager.close()
+
+
+@pytest.mark.slow
+def test_with_a_directory_for_snapshots_a_second_start_loads_nothing(
+    launch: Launcher, checkpoint: Path
+) -> None:
+    spawns, kept = checkpoint.parent / "spawns", checkpoint.parent / "snapshots"
+    arguments = ["--model", str(checkpoint), "--tensor-parallel-size", "2"]
+    arguments += ["--x-spawns", str(spawns), "--weight-cache-snapshots", str(kept)]
+    first = launch(*arguments).start()
+    assert [first.cache(f"cpu{rank}").source for rank in range(2)] == ["loaded"] * 2
+    for rank in range(2):
+        until(partial(is_written, first, f"cpu{rank}"), "a snapshot of each rank")
+    assert first.stop() == 0
+    second = launch(*arguments).start()
+    assert [second.cache(f"cpu{rank}").source for rank in range(2)] == ["restored"] * 2
+    assert len(spawns.read_text().splitlines()) == 2
+    # Each rank is on its own: one that lost its snapshot loads, the other does not.
+    assert second.stop() == 0
+    shutil.rmtree(kept / "cpu1")
+    third = launch(*arguments).start()
+    assert [third.cache(f"cpu{rank}").source for rank in range(2)] == ["restored", "loaded"]
+
+
+def is_written(preload: Preload, device: str) -> bool:
+    return preload.cache(device).snapshot == "written"
 
 
 def test_relative_model_is_that_of_the_callers_directory(

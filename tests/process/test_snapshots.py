@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fakes import other_boot
 from tests.fakes.checkpoints import WEIGHTS, key_of, write_checkpoint
 from tests.fakes.client import Client
 from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
-from weightcached.wire.messages import CacheStatus, Drop, Progress, Reload, ReloadReply
+from weightcached.wire.messages import (
+    CacheStatus,
+    Done,
+    Drop,
+    HoldLoads,
+    Progress,
+    Reload,
+    ReloadReply,
+)
 
 Launcher = Callable[..., DaemonProcess]
 
@@ -101,6 +110,29 @@ def test_a_reboot_restores_what_was_loaded_before(machine: Machine) -> None:
     machine.reboot()
     assert (machine.cache.source, machine.cache.state, machine.loads) == ("restored", "ready", 1)
     assert machine.served()[: 3 << 20] == (machine.checkpoint / WEIGHTS).read_bytes()
+
+
+def test_in_another_boot_nothing_of_the_store_is_used_and_the_snapshot_is(
+    machine: Machine,
+) -> None:
+    """The manager cannot keep descriptors across a reboot; if it did, they would be of no use."""
+    boot = machine.snapshots.with_name("boot-id")
+    machine.daemon.module = "tests.fakes.other_boot"
+    machine.daemon.env[other_boot.VARIABLE] = str(boot)
+    boot.write_text("boot-1\n")
+    machine.start()
+    machine.written()
+    machine.daemon.stop()
+    boot.write_text("boot-2\n")
+    machine.daemon.launch(keep_store=True).notified("READY=1")
+    assert (machine.cache.source, machine.loads) == ("restored", 1)
+    assert "it is from boot boot-1, this is boot boot-2" in machine.daemon.log
+    assert machine.served()[: 3 << 20] == (machine.checkpoint / WEIGHTS).read_bytes()
+    # What it restored belongs to this boot.
+    machine.daemon.signal(signal.SIGKILL)
+    machine.daemon.wait()
+    machine.daemon.launch(keep_store=True).notified("READY=1")
+    assert machine.cache.source == "adopted"
 
 
 def test_without_the_key_nothing_is_written_and_nothing_read(machine: Machine) -> None:
@@ -226,7 +258,7 @@ def test_explain_says_whether_a_snapshot_was_used_and_why_not(machine: Machine) 
     assert f"snapshot at the last load: none in {path.parent}\n" in told()
     assert "snapshot of this generation: written\n" in told()
     machine.reboot()
-    assert f"snapshot at the last load: restored from {path}\n" in told()
+    assert f"snapshot at the last load: used: {path}\n" in told()
     (path / "data").write_bytes(b"x" * (path / "data").stat().st_size)
     machine.reboot()
     assert f"snapshot at the last load: not used: {path}: {path}/data: the 1572864 bytes" in told()
@@ -287,22 +319,6 @@ def test_no_room_is_said_with_the_bound(machine: Machine) -> None:
     assert list(machine.snapshots.glob("*/*/*")) == []
 
 
-@pytest.mark.slow
-def test_a_writer_killed_at_any_moment_costs_nothing_that_is_served(machine: Machine) -> None:
-    machine.start()
-    for delay_s in (0.0, 0.02, 0.05, 0.1, 0.2):
-        machine.daemon.signal(signal.SIGKILL)
-        machine.daemon.wait()
-        machine.daemon.launch(keep_store=True).notified("READY=1")
-        time.sleep(delay_s)
-    assert machine.cache.source == "adopted"
-    machine.written()
-    # Nothing half-written is left.
-    assert [p.name for p in machine.snapshots.glob("cpu0/tiny.target/.*")] == []
-    machine.reboot()
-    assert machine.cache.source == "restored"
-
-
 def test_the_oldest_of_a_cache_go(machine: Machine) -> None:
     machine.start()
     first = machine.written()
@@ -323,3 +339,99 @@ def test_as_many_as_the_manifest_keeps_stay(machine: Machine) -> None:
     machine.manifest(keys={"dir": str(machine.snapshots), "keep": 2})
     machine.reboot()
     assert (machine.cache.source, machine.loads) == ("restored", 2)
+
+
+class Group:
+    """Daemons of the two ranks of one model, which load together."""
+
+    def __init__(self, make_daemon: Launcher, directory: Path, checkpoint: Path) -> None:
+        self.snapshots, self.spawns = directory / "snapshots", directory / "spawns"
+        # Real loaders wait for each other. These wait for this; a file stops nobody.
+        self.meeting = directory / "meeting"
+        self.meeting.write_bytes(b"")
+        entry = model(
+            "tiny",
+            checkpoint,
+            x_spawns=str(self.spawns),
+            x_gate_before_key=str(self.meeting),
+            tensor_parallel_size=2,
+        )
+        entry |= {"devices": ["cpu0", "cpu1"], "rendezvous": {"group": "127.0.0.1:29779"}}
+        self.daemons = [make_daemon(device=device) for device in entry["devices"]]
+        write_manifest(self.daemons[0].manifest, [entry], snapshots={"dir": str(self.snapshots)})
+
+    def start(self) -> list[str]:
+        """Start both at once. Returns sources()."""
+        self.meeting.unlink()
+        self.meeting.write_bytes(b"")
+        for daemon in self.daemons:
+            daemon.launch()
+        for daemon in self.daemons:
+            daemon.notified("READY=1")
+        return self.sources()
+
+    def reboot(self) -> list[str]:
+        for daemon in self.daemons:
+            daemon.stop()
+        return self.start()
+
+    def reload_dropped(self) -> list[str]:
+        """Drop both and reload both; no loader is done before both are there."""
+        for daemon in self.daemons:
+            with daemon.client("ctl") as client:
+                client.ask(Drop(cache="tiny/target"))
+        self.meeting.unlink()
+        os.mkfifo(self.meeting)
+        with contextlib.ExitStack() as stack:
+            # The second cannot begin, and so cannot tell the first whether it has one.
+            hold = stack.enter_context(self.daemons[1].client())
+            assert isinstance(hold.ask(HoldLoads()), Done)
+            for daemon in reversed(self.daemons):
+                stack.enter_context(daemon.client("ctl")).send(Reload())
+                daemon.until(lambda status: status.caches[0].state == "loading", "a load")
+            hold.close()
+            before = self.loads
+            until(lambda: self.loads == before + 2 or self.are_ready(), "two loaders, or none")
+            until(lambda: self.let_through() or self.are_ready(), "both are ready")
+        return self.sources()
+
+    def let_through(self) -> bool:
+        """Let loaders go on that are at the meeting now."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(self.meeting, os.O_WRONLY | os.O_NONBLOCK))
+        return False
+
+    def are_ready(self) -> bool:
+        return all(daemon.status().caches[0].state == "ready" for daemon in self.daemons)
+
+    def sources(self) -> list[str]:
+        """Where each has its weights from, once it has a snapshot."""
+        for daemon in self.daemons:
+            daemon.until(lambda status: status.caches[0].snapshot == "written", "a snapshot")
+        return [daemon.status().caches[0].source for daemon in self.daemons]
+
+    @property
+    def loads(self) -> int:
+        return len(self.spawns.read_text().splitlines())
+
+
+@pytest.mark.slow
+def test_ranks_that_load_together_all_restore_or_all_load(
+    make_daemon: Launcher, short_tmp: Path, checkpoint: Path
+) -> None:
+    group = Group(make_daemon, short_tmp, checkpoint)
+    assert group.start() == ["loaded", "loaded"]
+    assert group.reboot() == ["restored", "restored"]
+    assert group.reload_dropped() == ["restored", "restored"]
+    assert group.loads == 2
+    shutil.rmtree(group.snapshots / "cpu1")
+    assert group.reload_dropped() == ["loaded", "loaded"]
+    # Nobody had to load along, beside what it had restored.
+    assert group.loads == 4
+    assert "cpu1 of the same group loads" in group.daemons[0].log
+    assert group.reboot() == ["restored", "restored"]
+    # One that is alone lost restores alone: the other serves.
+    group.daemons[1].stop()
+    group.daemons[1].start()
+    assert group.daemons[1].status().caches[0].source == "restored"
+    assert group.loads == 4

@@ -40,12 +40,19 @@ class ManagerError(Exception):
 
 
 class PrivateManager:
-    """One user manager, from start() to close(). `runtime_dir` is its XDG_RUNTIME_DIR."""
+    """One user manager, from start() to close(). `runtime_dir` is its XDG_RUNTIME_DIR.
 
-    def __init__(self, extra_env: Mapping[str, str] | None = None) -> None:
+    home: a home directory for it, with configuration and data at their usual places, which stays;
+    else configuration and data go with the runtime directory.
+    """
+
+    def __init__(
+        self, extra_env: Mapping[str, str] | None = None, *, home: Path | None = None
+    ) -> None:
         # Short: sockets have 107 bytes for their path.
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="wcm-", dir="/tmp"))
-        self.config_dir = self.runtime_dir / "config"
+        self.home = home
+        self.config_dir = home / ".config" if home else self.runtime_dir / "config"
         self.unit_dir = self.config_dir / "systemd" / "user"
         self.unit_dir.mkdir(parents=True)
         self.log_path = self.runtime_dir / "manager.log"
@@ -57,11 +64,14 @@ class PrivateManager:
     def env(self) -> dict[str, str]:
         """The environment in which `systemctl --user` reaches this manager."""
         env = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-        own = {
-            "XDG_RUNTIME_DIR": str(self.runtime_dir),
-            "XDG_CONFIG_HOME": str(self.config_dir),
-            "XDG_DATA_HOME": str(self.runtime_dir / "data"),
-        }
+        own = {"XDG_RUNTIME_DIR": str(self.runtime_dir)}
+        if self.home is not None:
+            usual = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME")
+            env = {name: value for name, value in env.items() if name not in usual}
+            own["HOME"] = str(self.home)
+        else:
+            own["XDG_CONFIG_HOME"] = str(self.config_dir)
+            own["XDG_DATA_HOME"] = str(self.runtime_dir / "data")
         return {**env, **self._extra_env, **own}
 
     @property

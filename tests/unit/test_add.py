@@ -362,10 +362,12 @@ def test_what_a_change_would_have_altered_besides_is_refused(
 # ---- daemons
 
 
-def telling(asked: list[Request], *outcomes: CacheOutcome, device: str) -> Any:
+def telling(
+    asked: list[Request], *outcomes: CacheOutcome, device: str, has: str = "other/target"
+) -> Any:
     def answer(request: Request) -> Iterable[Answer]:
         if isinstance(request, Status):
-            return [status(device, cache())]
+            return [status(device, cache(has))]
         asked.append(request)
         return [ReloadReply(outcomes=list(outcomes))]
 
@@ -387,6 +389,15 @@ def test_running_daemons_reload_the_model_alone_and_the_serve_line_follows(
     )
 
 
+def test_session_without_a_runtime_directory_adds_all_the_same(
+    manifest: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/directory")
+    result = run("add", str(model))
+    assert result.exit_code == 0
+    assert "next:\n  weightcachectl start cpu0\n" in result.stdout
+
+
 def test_failed_load_leaves_the_entry_and_exits_1(
     manifest: Path, model: Path, runtime: Path
 ) -> None:
@@ -400,14 +411,14 @@ def test_failed_load_leaves_the_entry_and_exits_1(
     assert load_manifest(manifest).models[0].name == "tiny"
 
 
-def test_remove_tells_the_devices_of_the_model_alone(manifest: Path, runtime: Path) -> None:
+def test_remove_tells_the_daemons_that_have_the_model_alone(manifest: Path, runtime: Path) -> None:
     manifest.write_text(MINE.replace("model: big\n", "model: small\n"))
     told: list[Request] = []
     spared: list[Request] = []
     dropped = CacheOutcome(cache="big/target", outcome="dropped", generation=0, seconds=0.0)
     with (
-        StubDaemon(runtime / "cpu0.sock", telling(told, dropped, device="cpu0")),
-        StubDaemon(runtime / "cpu7.sock", telling(spared, device="cpu7")),
+        StubDaemon(runtime / "cpu0.sock", telling(told, dropped, device="cpu0", has="big/target")),
+        StubDaemon(runtime / "cpu1.sock", telling(spared, device="cpu1")),
     ):
         result = run("remove", "big")
     assert (result.exit_code, told, spared) == (0, [Reload(caches=["big"])], [])

@@ -17,6 +17,7 @@ class Held:
     nbytes: int
     cache: str = "m/target"
     used_s: float = 0.0
+    label: str = ""
 
 
 def test_change_between_looking_and_waiting_is_not_missed() -> None:

@@ -60,6 +60,8 @@ class Machine:
         self.gpus: list[Any] = []
         self.persistence: dict[str, str] = {}
         monkeypatch.setattr(doctor, "list_gpus", lambda: self.gpus)
+        # Also where the tests run in one.
+        monkeypatch.setattr(doctor, "in_container", lambda: False)
         monkeypatch.setattr(doctor, "persistence_warning", self.persistence.get)
         self.processor("fpu avx avx2 avx512f avx512dq avx512bw avx512vl amx_tile")
         self.linger, self.manager, self.systemd = "yes", "running", "systemd 252 (252.1)"
@@ -222,7 +224,7 @@ def test_old_or_missing_systemd_fails(machine: Machine) -> None:
     assert machine.findings("systemd") == [Finding("systemd", "fail", text, fix)]
     machine.monkeypatch.setenv("PATH", "/nonexistent")
     text = "systemctl is missing or does not answer"
-    assert list(doctor._versions())[2] == Finding("systemd", "fail", text, fix)
+    assert doctor._systemd() == Finding("systemd", "fail", text, fix)
 
 
 def test_old_kernel_fails(machine: Machine) -> None:
@@ -539,3 +541,82 @@ def test_socket_open_to_others_fails(machine: Machine) -> None:
             "socket", "fail", f"{path} has mode 0666, expected 0600", f"chmod 600 {path}"
         )
         assert machine.findings("socket") == [expected]
+
+
+# ---- in a container, whose namespaces tests/process/test_containers.py makes
+
+
+@pytest.fixture
+def contained(machine: Machine) -> Machine:
+    """A container without a service manager, in which nothing was mounted."""
+    machine.monkeypatch.setattr(doctor, "in_container", lambda: True)
+    machine.monkeypatch.setattr(doctor, "own_pids", lambda: True)
+    machine.monkeypatch.setattr(doctor, "outside_uid", lambda uid: uid)
+    machine.manager = "offline"
+    return machine
+
+
+def limit_memlock(machine: Machine, nbytes: int) -> None:
+    limits = {resource.RLIMIT_MEMLOCK: (nbytes, nbytes)}
+    real = resource.getrlimit
+    machine.monkeypatch.setattr(resource, "getrlimit", lambda n: limits.get(n) or real(n))
+
+
+def test_container_is_asked_for_what_an_engine_needs_and_no_more(contained: Machine) -> None:
+    limit_memlock(contained, resource.RLIM_INFINITY)
+    contained.findings("")
+    contained.manifest.unlink()
+    socket = contained.run / "weightcached/cpu0.sock"
+    with StubDaemon(socket, lambda request: [status("cpu0", cache())]):
+        lines = CliRunner().invoke(main, ["doctor"]).stdout.splitlines()
+    checks = [line[6:].partition(":")[0] for line in lines]
+    assert checks == [
+        "version", "kernel", "container", "user", "memlock", "open files", "runtime directory",
+        "cache directory", "manifest", "plug-in", "socket",
+    ]  # fmt: skip
+    assert f"ok    runtime directory: {contained.run}/weightcached" in lines
+    assert f"ok    user: uid {UID}, which must be the daemon's" in lines
+
+
+def test_system_that_boots_in_a_container_is_examined_like_a_host(contained: Machine) -> None:
+    contained.manager = "running"
+    assert contained.findings("linger")
+    assert not contained.findings("container")
+
+
+def test_manifest_of_a_container_is_examined_if_there_is_one(contained: Machine) -> None:
+    contained.manifest.write_text("version: 2\n")
+    (finding,) = contained.findings("manifest")
+    assert finding.level == "fail"
+
+
+def test_container_with_the_hosts_pids_says_so(contained: Machine) -> None:
+    contained.monkeypatch.setattr(doctor, "own_pids", lambda: False)
+    (finding,) = contained.findings("container")
+    assert finding.text == "has the host's pids; for the daemon's units run doctor on the host"
+
+
+@pytest.mark.parametrize(("nbytes", "level"), [(64 << 10, "warn"), (1 << 30, "ok")])
+def test_little_locked_memory_is_named_where_a_gpu_is(
+    contained: Machine, nbytes: int, level: str
+) -> None:
+    limit_memlock(contained, nbytes)
+    assert [finding.level for finding in contained.findings("memlock")] == ["ok"], "no GPU here"
+    contained.gpus.append(SimpleNamespace(uuid=GPU))
+    (finding,) = contained.findings("memlock")
+    assert finding.level == level
+    if level == "warn":
+        assert finding == Finding(
+            "memlock", "warn",
+            "at most 64 KiB; a daemon that restores a snapshot to a GPU here locks up to 768.0 MiB",
+            "start a daemon's container with --ulimit memlock=-1",
+        )  # fmt: skip
+
+
+def test_device_nodes_that_a_container_lacks_are_the_runtimes_to_give(contained: Machine) -> None:
+    missing = [Path("/dev/nvidiactl")]
+    contained.monkeypatch.setattr(doctor, "missing_device_nodes", lambda: missing)
+    (finding,) = contained.findings("device nodes")
+    assert finding.level == "warn"
+    assert finding.text == "/dev/nvidiactl not there: this container was given no GPU"
+    assert "--device nvidia.com/gpu=all" in finding.fix

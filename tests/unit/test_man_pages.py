@@ -147,6 +147,11 @@ def test_installed_pages_and_scripts_are_known_as_ours_until_edited(home: Path) 
                              ("weightcachectl add --dev", "--device"), ("weightcached ser", "serve")]
 )  # fmt: skip
 def test_bash_completes(home: Path, words: str, completed: str) -> None:
+    assert completions(home, words) == [completed]
+
+
+def completions(home: Path, words: str) -> list[str]:
+    """What bash would offer for the last word. Fails if the program says anything else."""
     command, *_ = words.split()
     script = home / f".local/share/bash-completion/completions/{command}"
     asked = (
@@ -156,7 +161,24 @@ def test_bash_completes(home: Path, words: str, completed: str) -> None:
     done = subprocess.run(
         ["bash", "-c", asked], capture_output=True, text=True, check=True, timeout=60
     )
-    assert (done.stdout.split(), done.stderr) == ([completed], "")
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_devices_and_models(home: Path) -> None:
+    manifest = home / ".config/weightcached/manifest.yaml"
+    manifest.write_text(
+        "version: 1\nmodels:\n  - {name: tiny, devices: [cpu7], engine: {model: org/a}}\n"
+    )
+    for words, completed in (
+        ("start cpu", "cpu7"),
+        ("add m --device c", "cpu7"),
+        ("drop t", "tiny"),
+    ):
+        assert completions(home, f"weightcachectl {words}") == [completed]
+    manifest.write_text("no manifest")
+    assert completions(home, "weightcachectl drop t") == []
 
 
 def test_a_package_build_gets_the_same_pages(tmp_path: Path) -> None:

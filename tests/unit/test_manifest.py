@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from weightcached.config.drafts import has_cached_draft
 from weightcached.config.manifest import Manifest, ModelSpec, check_checkpoint, load_manifest
+from weightcached.config.published import Published, path_of, read_published, write_published
 from weightcached.config.rendezvous import Rendezvous
 from weightcached.config.snapshots import SnapshotSpec
 from weightcached.errors import (
@@ -165,9 +167,7 @@ def test_digest_changes_with_everything_that_changes_the_load_and_nothing_else()
 
 DEVICES = "; 'weightcachectl devices' prints their names"
 
-KNOWN = (
-    "known keys: name, devices, engine, python, rendezvous, identity, env, resident, idle_evict_s"
-)
+KNOWN = "known keys: name, devices, engine, python, rendezvous, identity, env, resident, idle_evict_s, live, on_swap"
 WITH_DRAFT = "{model: CKPT, speculative_config: {method: eagle, model: CKPT}}"
 TWO_NODES = "{model: CKPT, tensor_parallel_size: 2, nnodes: 2, node_rank: 0}"
 DEVICE_HINT = (
@@ -714,6 +714,51 @@ def test_models_are_resident_unless_they_are_on_demand(write: Any) -> None:
     assert (on_demand.on_demand, on_demand.idle_evict_s) == (True, 1.5)
     # Residence changes no loaded byte.
     assert always.digest("cpu0") == on_demand.digest("cpu0")
+
+
+def test_live_model_drains_unless_it_aborts_and_loads_the_same_bytes(write: Any) -> None:
+    (plain,) = load_manifest(write(model())).models
+    (live,) = load_manifest(write(model("    live: true\n    on_swap: abort\n"))).models
+    assert (plain.live, plain.on_swap) == (False, "drain")
+    assert (live.live, live.on_swap) == (True, "abort")
+    assert plain.digest("cpu0") == live.digest("cpu0")
+    assert fault(write(model("    on_swap: wait\n"))) == (
+        "M:6: models[0].on_swap: expected one of abort, drain, got 'wait'"
+    )
+
+
+def test_published_checkpoint_counts_until_the_manifest_names_another(
+    write: Any, tmp_path: Path
+) -> None:
+    path = write(model())
+    (own,) = load_manifest(path).models
+    assert not read_published(path)
+    (tmp_path / "step-2").mkdir()
+    entry = Published(path=str(tmp_path / "step-2"), instead_of=own.engine["model"], label="step 2")
+    write_published(path, {"a": entry, "gone": entry})
+    (found,) = load_manifest(path).models
+    assert found.label == "step 2"
+    # Clients and the tokenizer know it by its own name.
+    assert found.engine == {
+        **own.engine, "model": entry.path, "served_model_name": [own.engine["model"]],
+        "tokenizer": own.engine["model"],
+    }  # fmt: skip
+    assert found.digest("cpu0") != own.digest("cpu0")
+    (tmp_path / "step-2/tokenizer.json").touch()
+    assert "tokenizer" not in load_manifest(path).models[0].engine
+
+    other = msgspec.structs.replace(entry, instead_of="/models/another")
+    write_published(path, {"a": other})
+    assert load_manifest(path).models == [own]
+    write_published(path, {})
+    assert not path_of(path).exists()
+
+
+def test_damaged_file_of_what_was_published_is_named(write: Any) -> None:
+    path = write(model())
+    path_of(path).write_text("{")
+    with pytest.raises(ManifestError, match=r"published\.json: .* it holds what was published"):
+        load_manifest(path)
 
 
 @pytest.mark.parametrize(

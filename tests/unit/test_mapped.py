@@ -16,11 +16,16 @@ from torch import nn
 
 from tests.fakes.cuda_driver import MIB, FakeDriver, FakeGpu, FakeTensor, IllegalAddress, no_leaks
 from tests.fakes.models import an_index
-from weightcached.errors import CacheConfigMismatchError, WeightCacheUnavailableError
+from weightcached.errors import (
+    CacheConfigMismatchError,
+    SegmentError,
+    WeightCacheUnavailableError,
+)
 from weightcached.index.tensors import ModulePlan, SegmentRecord, TensorIndex
 from weightcached.model import bind, mapped
 from weightcached.model.mapped import MappedModel, State
 from weightcached.segments.cuda import CudaBackend
+from weightcached.segments.host import HostBackend
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.messages import Ready
 
@@ -87,15 +92,17 @@ class World:
         self.leases: list[Lease] = []
         self.storages = Storages()
         first = self.generation(1)
-        mapping = self.backend.map(first.fds, [SIZE])
+        mapping = self.backend.map([fd.dup() for fd in first.fds], [SIZE])
         self.tensor: Any = mapping.view(0, 0, SIZE)
         self.model = MappedModel(
             first,
             mapping,
             cast(Any, self.storages),
             attach=self._attach,
+            attach_newest=self._attach_newest,
             lease=self._lease,
         )
+        self.waited: list[bool] = []
 
     def generation(self, number: int, **changed: Any) -> Attachment:
         return Attachment(
@@ -110,6 +117,10 @@ class World:
             raise self.next
         assert self.next is not None
         return self.next
+
+    def _attach_newest(self, wait: bool) -> mapped.MappedAttachment:
+        self.waited.append(wait)
+        return self._attach()
 
     def _lease(self, attachment: mapped.MappedAttachment, on_unmap: Callable[[], bool]) -> Lease:
         self.leases.append(Lease(attachment, on_unmap))
@@ -234,11 +245,92 @@ def test_wake_given_up_after_attaching_again_is_parked_on_the_new_lease(world: W
 
 def test_awake_engine_takes_the_newest_generation(world: World) -> None:
     world.next = world.generation(4)
-    newer = world.model.prepare_newest()
-    assert newer is world.next
+    newer = world.model.prepare_newest(wait=False)
+    assert (newer, world.waited) == (world.next, [False])
     assert world.bytes() == b"generation 1"
     world.model.take(world.next)
     assert (world.bytes(), world.storages.refreshed) == (b"generation 4", 1)
+    # Until every rank has the newer one the daemon sees this engine on both.
+    assert [lease.closed for lease in world.leases] == [False, False]
+    world.model.settle()
+    assert [lease.closed for lease in world.leases] == [True, False]
+    assert world.model.ready.generation == 4
+
+
+def test_generation_before_comes_back_if_another_rank_cannot_take_the_newer_one(
+    world: World,
+) -> None:
+    world.next = taken = world.generation(4)
+    world.model.take(world.next)
+    world.model.go_back()
+    assert (world.bytes(), world.model.ready.generation) == (b"generation 1", 1)
+    assert [lease.closed for lease in world.leases] == [False, True]
+    assert all(fd.closed for fd in taken.fds)
+    assert world.storages.refreshed == 2
+    world.model.go_back()
+    world.next = world.generation(5)
+    world.model.take(world.next)
+    world.model.settle()
+    assert world.bytes() == b"generation 5"
+
+
+@pytest.mark.parametrize("call", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_generation_before_comes_back_after_a_mapping_that_failed(world: World, call: str) -> None:
+    world.next = taken = world.generation(4)
+    driver: Any = world.backend._gpu._driver.api
+    driver.fail(call)
+    with pytest.raises(SegmentError, match=call):
+        world.model.take(world.next)
+    world.model.go_back()
+    assert (world.bytes(), world.model.ready.generation) == (b"generation 1", 1)
+    assert all(fd.closed for fd in taken.fds)
+
+
+def test_parked_engine_takes_the_newest_generation_and_wakes_with_it(world: World) -> None:
+    world.model.park()
+    world.next = world.generation(4)
+    world.model.take(world.next)
+    # Its private copies are not there before it wakes.
+    assert (world.bytes(), world.storages.refreshed) == (b"generation 4", 0)
+    # The daemon wants the room of the generation that is not mapped any more.
+    assert not world.leases[0].on_unmap()
+    world.model.settle()
+    assert (world.model.state, world.leases[1].said) == (State.PARKED, [True])
+    assert world.leases[1].on_unmap()
+    world.next = world.generation(5)
+    world.model.prepare_wake()
+    world.model.wake()
+    assert (world.bytes(), world.storages.refreshed) == (b"generation 5", 1)
+    # Not by its own checkpoint, which is another one by now.
+    assert world.waited == [True]
+
+
+def test_unmapped_engine_takes_the_newest_generation_or_stays_unmapped(world: World) -> None:
+    world.model.park()
+    world.leases[0].on_unmap()
+    world.next = world.generation(4)
+    world.model.take(world.next)
+    world.model.go_back()
+    assert world.model.state is State.UNMAPPED
+    world.next = world.generation(5)
+    world.model.take(world.next)
+    world.model.settle()
+    assert (world.bytes(), world.model.state) == (b"generation 5", State.PARKED)
+
+
+def test_failed_wake_leaves_the_engine_unmapped(world: World) -> None:
+    world.model.park()
+    world.leases[0].on_unmap()
+    driver: Any = world.backend._gpu._driver.api
+    world.next = world.generation(4)
+    driver.fail("cuMemMap")
+    with pytest.raises(SegmentError):
+        world.model.prepare_wake()
+    assert (world.model.state, world.leases[1].closed) == (State.UNMAPPED, True)
+    world.next = world.generation(5)
+    world.model.prepare_wake()
+    world.model.wake()
+    assert world.bytes() == b"generation 5"
 
 
 def test_newest_generation_is_mapped_already(world: World) -> None:
@@ -256,21 +348,49 @@ def test_failed_unmapping_keeps_the_mapping(world: World) -> None:
     assert world.bytes() == b"generation 1"
 
 
-def test_model_in_host_memory_neither_parks_nor_changes(world: World) -> None:
-    first = world.generation(1)
+def test_model_in_host_memory_does_not_park_and_takes_the_newest_generation() -> None:
+    backend = HostBackend()
+    leases: list[Lease] = []
+    bound: list[int] = []
+
+    def lease(held: mapped.MappedAttachment, on_unmap: Callable[[], bool]) -> Lease:
+        leases.append(Lease(held, on_unmap))
+        return leases[-1]
+
+    def generation(number: int) -> Any:
+        segment = backend.create(SIZE)
+        segment.tensor()[0] = number
+        index = msgspec.structs.replace(an_index(), generation=number)
+        ready = Ready(
+            cache="tiny/target",
+            generation=number,
+            nbytes=SIZE,
+            segment_nbytes=[SIZE],
+            index_digest=str(number),
+        )
+        return SimpleNamespace(ready=ready, tensor_index=index, fds=[segment.publish()])
+
+    first, second = generation(1), generation(2)
+    mapping = backend.map([first.fds[0].dup()], [SIZE])
+    view = mapping.view(0, 0, 1)
     model = MappedModel(
         first,
-        None,
-        cast(Any, world.storages),
-        attach=world._attach,
-        lease=world._lease,
+        mapping,
+        cast(Any, Storages()),
+        attach=lambda: second,
+        attach_newest=lambda wait: second,
+        lease=lease,
+        rebind=lambda index: bound.append(index.generation),
     )
     model.park()
-    assert (model.state, model.can_change, world.leases[-1].said) == (State.AWAKE, False, [])
-    world.next = world.generation(2)
-    with pytest.raises(CacheConfigMismatchError, match="in host memory"):
-        model.take(world.next)
-    first.close()
+    assert (model.state, leases[0].said, leases[0].on_unmap()) == (State.AWAKE, [], False)
+    model.take(second)
+    model.rebind()
+    model.settle()
+    assert (view.tolist(), bound, model.ready.generation) == ([2], [2], 2)
+    model.close()
+    assert all(fd.closed for fd in [*first.fds, *second.fds])
+    assert all(held.closed for held in leases)
 
 
 def test_lease_goes_with_the_model(world: World) -> None:

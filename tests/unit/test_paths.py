@@ -92,6 +92,13 @@ def test_relative_runtime_directory_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_missing_runtime_directory_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nonexistent")
+    monkeypatch.setattr(paths, "in_container", lambda: True)
+    assert fails(RuntimePathError, paths.runtime_dir) == (
+        "the runtime directory /nonexistent does not exist: this is a container: mount the directory of the daemon's "
+        "sockets, and set XDG_RUNTIME_DIR to the one above it, or name it: --socket-dir, or socket_dir of the engine's "
+        "loader options (docs/containers.md)"
+    )
+    monkeypatch.setattr(paths, "in_container", lambda: False)
     assert fails(RuntimePathError, paths.runtime_dir) == (
         "the runtime directory /nonexistent does not exist: log in through a session that systemd-logind opens, "
         f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR, "
@@ -180,9 +187,24 @@ def test_socket_is_accepted(private: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["weightcached/cpu0.sock", "none/cpu0.sock"])
-def test_absent_socket_or_directory_means_no_daemon(private: Path, where: str) -> None:
+def test_absent_socket_or_directory_means_no_daemon(
+    private: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "in_container", lambda: False)
     path = private.parent / where
     text = f"no weightcached daemon listens on {path}: systemctl --user start weightcached@cpu0.service"
+    assert fails(WeightCacheUnavailableError, lambda: paths.check_socket(path)) == text
+
+
+def test_absent_directory_in_a_container_has_to_be_mounted(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "in_container", lambda: True)
+    path = private.parent / "none/cpu0.sock"
+    text = (
+        f"no weightcached daemon listens on {path}: in this container, mount the directory of the daemon's socket at "
+        f"{path.parent} (docs/containers.md)"
+    )
     assert fails(WeightCacheUnavailableError, lambda: paths.check_socket(path)) == text
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+from bench.first_steps import COMMANDS
 from bench.picture import ROOT, final_lines, last_lines, svg
 
 RECORDING = "ready\n\x1b[32mattach\x1b[0m  0.174 s\n"
@@ -42,6 +43,25 @@ def test_picture_of_the_readme_is_the_end_of_its_recording() -> None:
     written = [line.strip() for line in recording.splitlines() if line.strip()]
     assert [line for line in shown if line] == written[-len([line for line in shown if line]) :]
     assert any(line.startswith("weights from") for line in shown)
+
+
+def test_picture_of_the_first_steps_is_its_recording_and_shows_the_four_commands() -> None:
+    recording = (ROOT / "docs/first-steps.txt").read_text(encoding="utf-8")
+    shown = texts((ROOT / "docs/first-steps.svg").read_text(encoding="utf-8"))
+    written = [line.strip() for line in recording.splitlines()]
+    assert [line for line in shown if line] == [re.sub(r"\x1b\[\d*m", "", x) for x in written if x]
+    commands = [line.removeprefix("$ ") for line in shown if line.startswith("$ ")]
+    assert commands == [*COMMANDS, "weightcachectl status"]
+
+
+def test_readme_shows_the_same_commands() -> None:
+    """With another model, and without the option that saves the recording its compilation."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, block = page.partition("docs/first-steps.svg")[2].partition("```\n")
+    lines = [re.sub(r"\s+#.*", "", line) for line in block.partition("```")[0].splitlines()]
+    model = "/srv/models/Llama-3.1-8B-Instruct"
+    wanted = [x.replace("~/models/tiny", model).replace(" --enforce-eager", "") for x in COMMANDS]
+    assert lines == wanted
 
 
 def test_last_lines_follow_an_ellipsis() -> None:

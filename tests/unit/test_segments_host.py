@@ -277,16 +277,58 @@ def test_segment_of_another_size_is_refused(backend: HostBackend, nbytes: int) -
 def test_mapping_that_fails_is_named(backend: HostBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     fds = [published(backend, b"a"), published(backend, b"b")]
     real = mmap.mmap
+    made: list[mmap.mmap] = []
 
     def second_fails(*arguments: Any, **options: Any) -> mmap.mmap:
-        if arguments[0] == fds[1].fileno():
+        if made:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return real(*arguments, **options)
+        made.append(real(*arguments, **options))
+        return made[0]
 
     monkeypatch.setattr(mmap, "mmap", second_fails)
     with pytest.raises(SegmentError) as e:
         backend.map(fds, [PAGE, PAGE])
     assert str(e.value) == f"segment 1 of {PAGE} bytes does not map: Cannot allocate memory"
+    assert all(fd.closed for fd in fds)
+
+
+def test_other_segments_come_in_place_and_the_first_ones_are_freed(backend: HostBackend) -> None:
+    first = [published(backend, b"old a"), published(backend, b"old b", 3 * PAGE)]
+    kept = first[0].dup()
+    mapping = backend.map(first, [PAGE, 3 * PAGE])
+    a, b = mapping.view(0, 0, 5), mapping.view(1, 0, 5)
+    address = a.data_ptr()
+    # A page of its own, which the other segment's content must replace.
+    b[:2] = 0
+    fds = [published(backend, b"new a"), published(backend, b"new b", 3 * PAGE)]
+    mapping.map_again(fds)
+    assert (text(a), text(b), a.data_ptr()) == (b"new a", b"new b", address)
+    assert all(fd.closed for fd in fds)
+    # Mapped nowhere: the descriptor in this test is all that is left of the first generation.
+    assert left()[1] == 2
+    assert _inodes("weightcached-segment").isdisjoint({os.fstat(kept.fileno()).st_ino})
+    kept.close()
+
+
+def _inodes(name: str) -> set[int]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if name in line}
+
+
+@pytest.mark.parametrize("fault", ["unsealed", "size", "count"])
+def test_segment_that_does_not_fit_leaves_the_mapping_as_it_is(
+    backend: HostBackend, fault: str, tmp_path: Path
+) -> None:
+    mapping = backend.map([published(backend, b"a"), published(backend, b"b")], [PAGE, PAGE])
+    views = mapping.view(0, 0, 1), mapping.view(1, 0, 1)
+    others = {
+        "unsealed": lambda: other_descriptor("unsealed", tmp_path),
+        "size": lambda: published(backend, b"d", 2 * PAGE),
+    }
+    fds = [published(backend, b"c"), *([others[fault]()] if fault in others else [])]
+    with pytest.raises(SegmentError):
+        mapping.map_again(fds)
+    assert [text(view) for view in views] == [b"a", b"b"]
     assert all(fd.closed for fd in fds)
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from weightcached.snapshot.files import (
     open_snapshot,
     remove_leftovers,
 )
+from weightcached.snapshot.rollback import RolledBack, inputs_of, write_rollback
 from weightcached.snapshot.writer import WriterJob
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
@@ -49,10 +51,10 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "CHUNK_NBYTES", 64 << 10)
 
 
-def build() -> nn.Module:
+def build(seed: int = 1) -> nn.Module:
     model = nn.Module()
     model.weight = nn.Parameter(
-        random_bytes(torch.empty(300_000, dtype=torch.uint8), 1), requires_grad=False
+        random_bytes(torch.empty(300_000, dtype=torch.uint8), seed), requires_grad=False
     )
     model.scale = nn.Parameter(random_bytes(torch.empty(70, dtype=torch.uint8), 2), False)
     return model
@@ -129,7 +131,8 @@ def test_what_is_restored_is_what_was_written(packed: Packed, path: Path) -> Non
     assert channel.of(LoaderKey)[0].key == packed.index.key
     assert channel.of(LoaderIndex)[0].segments == len(packed.fds)
     assert [message.first for message in channel.of(Descriptors)] == [0]
-    assert set(index.load.phases) == {"opening", "restoring"}
+    assert set(index.load.phases) == {"opening", "segments", "locking", "restoring", "publishing"}
+    assert all(seconds >= 0 for seconds in index.load.phases.values())
     close_all(channel.fds)
 
 
@@ -201,6 +204,72 @@ def test_files_of_two_snapshots_do_not_mix(packed: Packed, path: Path, tmp_path:
     (other / "index").rename(path / "index")
     with pytest.raises(SnapshotError, match="its header says"):
         open_snapshot(path)
+
+
+def test_swapped_data_is_found_although_its_size_is_right(
+    packed: Packed, path: Path, tmp_path: Path
+) -> None:
+    """Of two snapshots of one cache, with other weights of the same sizes."""
+    with Packed.of(lambda: build(seed=7)) as others:
+        mapping = others.map()
+        other = tmp_path / "other"
+        writer._write(other, index_format.encode(others.index), others.index, mapping)
+        mapping.close()
+    (path / "data").rename(tmp_path / "data")
+    (other / "data").rename(path / "data")
+    (tmp_path / "data").rename(other / "data")
+    for each in (path, other):
+        open_snapshot(each).close()
+        with pytest.raises(SnapshotError, match="do not have the digest in the header"):
+            restored(each)
+
+
+def test_data_that_shrinks_while_it_is_read_is_found(path: Path) -> None:
+    with open_snapshot(path) as snapshot:
+        os.truncate(path / "data", 4096)
+        with pytest.raises(SnapshotError, match="became shorter while it was read"):
+            snapshot.verify()
+
+
+# ---- weights that were quantized while they were loaded
+
+
+def build_fp8() -> nn.Module:
+    """As vLLM's online fp8 leaves a layer: a transposed weight of one byte each, and its scales."""
+    model = nn.Module()
+    weight = torch.empty((512, 768), dtype=torch.float8_e4m3fn)
+    model.weight = nn.Parameter(random_bytes(weight, 3).t(), requires_grad=False)
+    model.weight_scale = nn.Parameter(torch.full((512,), 0.25), requires_grad=False)
+    model.norm = nn.Parameter(torch.ones(768, dtype=torch.bfloat16), requires_grad=False)
+    return model
+
+
+def test_fp8_weights_come_back_with_type_bytes_and_strides(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with Packed.of(build_fp8) as packed:
+        mapping = packed.map()
+        writer._write(tmp_path / "fp8", index_format.encode(packed.index), packed.index, mapping)
+        mapping.close()
+        channel = restored(tmp_path / "fp8")
+        index_fd, *segments = channel.fds
+        index = index_format.decode(contents([index_fd])[0])
+        (record,) = [record for record in index.tensors if record.names == ["weight"]]
+        assert (record.dtype, record.shape, record.stride) == (
+            "float8_e4m3fn", [768, 512], [1, 768],
+        )  # fmt: skip
+        assert record.storage is not None
+        # A byte for each weight: nothing is widened on the way.
+        assert index.storages[record.storage].nbytes == 512 * 768
+        assert (tmp_path / "fp8" / "data").stat().st_size == index.nbytes
+        assert 512 * 768 <= index.nbytes < 2 * 512 * 768
+        model = packed.but(index=index, fds=segments).attach()
+        expected = build_fp8()
+        assert model.weight.dtype == torch.float8_e4m3fn
+        assert model.weight.stride() == (1, 768)
+        assert torch.equal(model.weight.view(torch.uint8), expected.weight.view(torch.uint8))
+        assert torch.equal(model.weight_scale, expected.weight_scale)
+        assert torch.equal(model.norm, expected.norm)
+        close_all(channel.fds)
 
 
 def test_a_linked_directory_is_refused(path: Path, tmp_path: Path) -> None:
@@ -302,6 +371,28 @@ def test_device_memory_comes_back_under_another_driver(
     index_fd.close()
 
 
+def test_the_time_of_the_copy_is_that_without_locking_memory(
+    driver: FakeDriver, gpu_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = on_gpu(driver, monkeypatch)
+    lock = backend.staging
+
+    def slowly(nbytes: int) -> Any:
+        time.sleep(0.3)
+        return lock(nbytes)
+
+    monkeypatch.setattr(backend, "staging", slowly)
+    began_s = time.monotonic()
+    channel = restored(gpu_path, device=GPU)
+    took_s = time.monotonic() - began_s
+    phases = index_format.decode(contents(channel.fds[:1])[0]).load.phases
+    assert phases["locking"] >= 0.3
+    # Every reader waited for its memory before it copied anything, and no time counts twice.
+    assert sum(phases.values()) <= took_s
+    assert phases["restoring"] <= took_s - 0.3
+    close_all(channel.fds)
+
+
 def test_device_memory_is_given_back_when_a_chunk_is_wrong(
     driver: FakeDriver, gpu_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,6 +491,19 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     old, new = with_data(tmp_path, "b", 1000, 1.0), with_data(tmp_path, "c", 1000, 2.0)
     writer._make_room(tmp_path, tmp_path, 900, a_job(tmp_path, max_bytes=2000))
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_what_a_rollback_went_back_to_makes_no_room(tmp_path: Path) -> None:
+    old, new = with_data(tmp_path, "b", 1000, 1.0), with_data(tmp_path, "c", 1000, 2.0)
+    for directory in (tmp_path, old.parent.parent, old.parent):
+        directory.chmod(0o700)
+    note = RolledBack(to=old.name, at=1.0, spec_digest="", replaced=inputs_of(an_index()))
+    write_rollback(old.parent, note)
+    writer._make_room(tmp_path, tmp_path, 900, a_job(tmp_path, max_bytes=2000))
+    assert (old.exists(), new.exists()) == (True, False)
+    with pytest.raises(SnapshotError, match="no room for a snapshot of 1100 bytes"):
+        writer._make_room(tmp_path, tmp_path, 1100, a_job(tmp_path, max_bytes=2000))
+    assert old.exists()
 
 
 def test_a_full_file_system_is_said_before_anything_is_written(tmp_path: Path) -> None:

@@ -80,7 +80,11 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", module)
     answers = SimpleNamespace(reload=False)
     for _ in range(2):
-        vllm_worker.install(lambda worker: answers.reload)
+        vllm_worker.install(
+            lambda worker: answers.reload,
+            prepare_swap=lambda worker: {},
+            swap=lambda worker: {},
+        )
     made = Worker()
     made.answers = answers  # type: ignore[attr-defined]
     return made
@@ -282,7 +286,11 @@ def test_device_is_kept_as_it_is_from_start_to_first_request_and_while_it_sleeps
         setattr(module, {"gpu_worker": "Worker"}.get(name, "CPUWorker"), worker)
         monkeypatch.setitem(sys.modules, f"vllm.v1.worker.{name}", module)
     vllm_worker.install(
-        lambda worker: False, on_started=lambda: seen.append("started"), memory_kept=kept
+        lambda worker: False,
+        on_started=lambda: seen.append("started"),
+        memory_kept=kept,
+        prepare_swap=lambda worker: {},
+        swap=lambda worker: {"by": type(worker).__name__},
     )
     made = CPUWorker()
     # Whatever its end is: a start that fails must not keep the daemon from loading.
@@ -291,3 +299,5 @@ def test_device_is_kept_as_it_is_from_start_to_first_request_and_while_it_sleeps
     made.sleep()
     made.wake_up()
     assert seen == ["started", "kept", "sleeps", "free", "kept", "wakes", "free"]
+    # As collective_rpc() calls it, on the CPU's worker too.
+    assert made.weightcached_swap() == {"by": "CPUWorker"}  # type: ignore[attr-defined]

@@ -48,6 +48,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # Not in tmp_path, whose length and a GPU's name exceed what a socket path may have.
     with tempfile.TemporaryDirectory(prefix="wc-") as base:
         monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        # Also where the tests run in one.
+        monkeypatch.setattr("weightcached.system.paths.in_container", lambda: False)
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
         yield Path(base, "weightcached")
 
@@ -117,6 +119,8 @@ def test_status_json_has_the_names_that_other_tools_read(runtime: Path) -> None:
                         "snapshot": "",
                         "snapshot_bytes": 0,
                         "resident": "always",
+                        "label": "",
+                        "live": False,
                         "rolled_back_at": None,
                         "engines": [
                             {
@@ -525,7 +529,7 @@ def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_verify_takes_all_ready_caches(runtime: Path, verifier: list[Any]) -> None:
     caches = [cache("a/target"), cache("b/target", state="loading"), cache("c/target")]
-    verifier += [SimpleNamespace(tensors=40, nbytes=3 * GIB, mismatched=[])] * 2
+    verifier += [SimpleNamespace(tensors=40, nbytes=3 * GIB, mismatched=[], label="")] * 2
     with StubDaemon(runtime / "cpu0.sock", answering(caches=caches)):
         result = run("verify")
     assert said(result, runtime) == (
@@ -537,7 +541,9 @@ def test_verify_takes_all_ready_caches(runtime: Path, verifier: list[Any]) -> No
 
 
 def test_verify_names_what_differs_and_the_way_back(runtime: Path, verifier: list[Any]) -> None:
-    verifier.append(SimpleNamespace(tensors=40, nbytes=GIB, mismatched=[f"l{n}" for n in range(7)]))
+    verifier.append(
+        SimpleNamespace(tensors=40, nbytes=GIB, mismatched=[f"l{n}" for n in range(7)], label="")
+    )
     with StubDaemon(runtime / "cpu0.sock", answering()):
         result = run("verify", "tiny/target")
     assert said(result, runtime) == (

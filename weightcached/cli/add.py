@@ -26,11 +26,13 @@ from weightcached.errors import (
     CheckpointMissingError,
     DeviceError,
     ManifestError,
+    RuntimePathError,
 )
 from weightcached.preload.launcher import local_devices, make_absolute, model_name
 from weightcached.system.gpus import list_gpus, visible_gpus
 from weightcached.system.paths import devices_with_socket, is_host_device, socket_path
 from weightcached.system.process import environment_for
+from weightcached.wire.messages import StatusReply
 
 # vLLM is imported from a cold disk.
 PARSE_TIMEOUT_S = 600.0
@@ -131,11 +133,28 @@ def serve_command(entry: Mapping[str, Any], arguments: Sequence[str]) -> str:
 
 def daemons(devices: str | Sequence[str], engine: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """A model's devices whose daemon answers, and those without one."""
-    answers = ask_all(devices_with_socket())
-    answering = [reply.device for reply in answers.replies]
+    answering = [reply.device for reply in _replies()]
     if devices in (ALL, [ALL]):
         return answering, [] if answering else local_devices(engine, os.environ)
     return [d for d in devices if d in answering], [d for d in devices if d not in answering]
+
+
+def holders(model: str) -> list[str]:
+    """The devices whose daemon has caches of this model, in whatever state."""
+    return [
+        reply.device
+        for reply in _replies()
+        if any(cache.name.rpartition("/")[0] == model for cache in reply.caches)
+    ]
+
+
+def _replies() -> list[StatusReply]:
+    try:
+        sockets = devices_with_socket()
+    except RuntimePathError:
+        # 'weightcachectl start', which is next, tells it.
+        return []
+    return ask_all(sockets).replies
 
 
 def _gpus_shown(devices: Sequence[str], environ: Mapping[str, str]) -> str:

@@ -13,13 +13,13 @@ import resource
 import shlex
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
-from weightcached.cli.plan import rows_of
+from weightcached.cli.plan import RankRow, rows_of
 from weightcached.cli.status import ask_device
 from weightcached.cli.text import mark
 from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_manifest
@@ -33,6 +33,7 @@ from weightcached.errors import (
 )
 from weightcached.snapshot.files import check_private
 from weightcached.snapshot.speed import read_direct
+from weightcached.system.container import in_container, is_unmapped, outside_uid, own_pids
 from weightcached.system.gpus import list_gpus, persistence_warning
 from weightcached.system.host_checks import (
     is_full,
@@ -62,6 +63,8 @@ KERNEL_MIN = (5, 3)
 # A GPU of 300 GiB in segments of 1 GiB, twice during a reload, and some hundred engines; the unit
 # asks for more.
 OPEN_FILES_MIN = 2048
+# What restoring a snapshot to a GPU locks at most: twelve readers with a chunk of 64 MiB each.
+MEMLOCK_MIN = 768 << 20
 CPUINFO = Path("/proc/cpuinfo")
 # On x86, vLLM's CPU build loads its library with 4-bit kernels only if the processor has these.
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -103,14 +106,23 @@ def as_line(finding: Finding) -> str:
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order of a daemon's needs."""
+    """All findings, in the order of a daemon's needs; in an engine's container, of an engine's."""
     # Looked at before anything of ours asks NVML, which would have some of them made.
     nodes = list(_device_nodes())
-    findings = [*_versions(), _open_files(), *_session(), *_manager(), *_units(), *_failed_units()]
-    findings += _environment()
-    findings += _unreachable_units()
-    findings += [*_runtime_directory(), _cache_directory()]
+    manager = list(_manager())
+    # A container without a manager runs an engine, or daemons under `preload`: no units there.
+    contained = in_container() and manager[0].level == "fail"
+    if contained:
+        nodes = [_not_given(node) if node.level == "warn" else node for node in nodes]
+        findings = [*_versions(), *_container(), _memlock(), _open_files(), *_shared_directory()]
+    else:
+        findings = [*_versions(), _systemd(), _open_files(), *_session(), *manager, *_units()]
+        findings += [*_failed_units(), *_environment(), *_unreachable_units()]
+        findings += _runtime_directory()
+    findings.append(_cache_directory())
     manifest, finding = _manifest()
+    if contained and finding.level == "fail" and _no_manifest():
+        finding = Finding("manifest", "ok", "none here: engines read none, nor does preload")
     findings += [finding, *_checkpoints(manifest), *_interpreters(manifest)]
     return [
         *findings,
@@ -119,6 +131,7 @@ def examine() -> list[Finding]:
         *_gpus(manifest),
         *_sockets(),
         *_snapshots(manifest),
+        *_residency(manifest),
     ]
 
 
@@ -160,15 +173,110 @@ def _versions() -> Iterator[Finding]:
         )
     else:
         yield Finding("kernel", "ok", f"Linux {kernel}")
+
+
+def _systemd() -> Finding:
     systemd = re.match(r"systemd (\d+)", output("systemctl", "--version") or "")
+    fix = "run 'weightcached preload' without systemd instead"
     if systemd is None:
-        fix = "run 'weightcached preload' without systemd instead"
-        yield Finding("systemd", "fail", "systemctl is missing or does not answer", fix)
-    elif int(systemd[1]) < SYSTEMD_MIN:
+        return Finding("systemd", "fail", "systemctl is missing or does not answer", fix)
+    if int(systemd[1]) < SYSTEMD_MIN:
         text = f"systemd {systemd[1]}, needed is {SYSTEMD_MIN} (FDPOLL=0)"
-        yield Finding("systemd", "fail", text, "run 'weightcached preload' without systemd instead")
+        return Finding("systemd", "fail", text, fix)
+    return Finding("systemd", "ok", f"systemd {systemd[1]}")
+
+
+def _container() -> Iterator[Finding]:
+    """Namespaces that decide who is seen as whom."""
+    pids = (
+        "has pids of its own, so the daemon names its engines by their pid, cgroup and host name here"
+        if own_pids()
+        else "has the host's pids"
+    )
+    yield Finding("container", "ok", f"{pids}; for the daemon's units run doctor on the host")
+    uid = os.getuid()
+    outside = outside_uid(uid)
+    if outside is None or outside == uid:
+        yield Finding("user", "ok", f"uid {uid}, which must be the daemon's")
     else:
-        yield Finding("systemd", "ok", f"systemd {systemd[1]}")
+        yield Finding(
+            "user", "ok", f"uid {uid} here is {outside} outside, which must be the daemon's"
+        )
+
+
+def _memlock() -> Finding:
+    """Restoring a snapshot to a GPU locks pages: a chunk for each of its readers."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("memlock", "ok", "no limit")
+    text = f"at most {bytes_text(soft)}"
+    if soft >= MEMLOCK_MIN or not list_gpus():
+        return Finding("memlock", "ok", text)
+    text += (
+        f"; a daemon that restores a snapshot to a GPU here locks up to {bytes_text(MEMLOCK_MIN)}"
+    )
+    return Finding("memlock", "warn", text, "start a daemon's container with --ulimit memlock=-1")
+
+
+def _shared_directory() -> Iterator[Finding]:
+    """The directory of sockets, which the container gets from outside."""
+    check = "runtime directory"
+    try:
+        directory = runtime_dir()
+    except RuntimePathError as e:
+        yield Finding(check, "fail", str(e), _mount(Path(f"/run/user/{os.getuid()}/weightcached")))
+        return
+    if not os.path.lexists(directory):
+        text = f"{directory} is not there, so no engine here finds a daemon outside"
+        yield Finding(check, "fail", text, _mount(directory))
+        return
+    try:
+        info = os.lstat(directory)
+        check_private_dir(directory)
+    except OSError as e:
+        yield Finding(check, "fail", f"{directory}: {e.strerror}", _mount(directory))
+    except RuntimePathError as e:
+        # One of ours is an image's own, or was made for a mount that was then forgotten.
+        fix = _as_user(info.st_uid) if info.st_uid != os.getuid() else _mount(directory)
+        yield Finding(check, "fail", str(e), fix)
+    else:
+        if info.st_nlink == 0:
+            text = f"{directory} was removed outside since this container started, as at a logout without lingering"
+            fix = "loginctl enable-linger there, then start the container again"
+            yield Finding(check, "fail", text, fix)
+        elif not list(directory.glob("*.sock")):
+            text = f"{directory} has no socket: no daemon runs, or it is another directory than the daemon's"
+            fix = f"weightcachectl start outside; if one runs there, {_mount(directory)}"
+            yield Finding(check, "fail", text, fix)
+        else:
+            yield Finding(check, "ok", str(directory))
+
+
+def _not_given(nodes: Finding) -> Finding:
+    """Outside they may be there; nvidia-modprobe in here would make none for the container."""
+    text = f"{nodes.text.partition(' not there')[0]} not there: this container was given no GPU"
+    fix = "start the container with --device nvidia.com/gpu=all (CDI), or --gpus all (Docker)"
+    return Finding(nodes.check, "warn", text, fix)
+
+
+def _mount(directory: Path) -> str:
+    volume = f"--volume /run/user/UID/weightcached:{directory}"
+    return f"start the container with {volume}, UID being the daemon's (docs/containers.md)"
+
+
+def _as_user(uid: int) -> str:
+    if is_unmapped(uid):
+        ways = "--userns=keep-id (Podman), or --userns=host --user UID (Docker)"
+        return f"start the container with {ways}, UID being the daemon's (docs/containers.md)"
+    return f"start the container with --user {uid}, rootless Podman with --userns=keep-id (docs/containers.md)"
+
+
+def _no_manifest() -> bool:
+    try:
+        manifest_path()
+    except ManifestError:
+        return True
+    return False
 
 
 def _open_files() -> Finding:
@@ -337,6 +445,45 @@ def _snapshot_speed(there: Path, held: dict[Path, int]) -> Finding:
         fix = f"snapshots: {{dir: …}} in {_edit()}, on a faster disk"
         return Finding("snapshots", "warn", text, fix)
     return Finding("snapshots", "ok", text)
+
+
+def _residency(manifest: Manifest | None) -> Iterator[Finding]:
+    """Whether models fit the budget of their devices, and how those on demand come back."""
+    if manifest is None:
+        return
+    on_demand = [model.name for model in manifest.models if model.on_demand]
+    if on_demand and manifest.snapshots is None:
+        text = (
+            f"each return of {', '.join(on_demand)} takes as long as a load: there is no snapshots:"
+        )
+        yield Finding("residency", "warn", text, f"add 'snapshots: {{}}' to {_edit()}")
+    rows, _ = rows_of(manifest)
+    for device in dict.fromkeys(row.device for row in rows):
+        if budget := manifest.budget_of(device):
+            here = [row for row in rows if row.device in (device, ALL)]
+            yield _budget(device, budget, here, on_demand)
+
+
+def _budget(
+    device: str, budget: int, rows: Sequence[RankRow], on_demand: Collection[str]
+) -> Finding:
+    always = sum(row.nbytes or 0 for row in rows if row.model not in on_demand)
+    sizes = {row.model: row.nbytes or 0 for row in rows if row.model in on_demand}
+    text = (
+        f"budget of {device} {bytes_text(budget)}, always resident are about {bytes_text(always)}"
+    )
+    largest = max(sizes, key=lambda model: sizes[model], default="")
+    if largest:
+        text += f", {largest} on demand has about {bytes_text(sizes[largest])}"
+    if always + sizes.get(largest, 0) <= budget:
+        return Finding("residency", "ok", text)
+    last = largest if always <= budget else "the last of them"
+    return Finding(
+        "residency",
+        "warn",
+        f"{text}: {last} finds no room",
+        f"raise budget: in {_edit()}, or make more models on-demand",
+    )
 
 
 def _unit_dirs() -> list[Path]:

@@ -70,11 +70,10 @@ def add_model(path: Path, entry: Mapping[str, Any]) -> Manifest:
     return _changed(path, lambda text: _with_entry(path, text, entry), expect)
 
 
-def remove_model(path: Path, name: str) -> ModelSpec:
-    """Remove and return the entry called `name`. Raises ManifestError; then nothing changed."""
+def remove_model(path: Path, name: str) -> Manifest:
+    """Remove the entry called `name`. The new manifest. Raises ManifestError; then nothing changed."""
     manifest = current(path)
-    models = manifest.models if manifest else []
-    names = [model.name for model in models]
+    names = [model.name for model in manifest.models] if manifest else []
     if name not in names:
         raise ManifestError(f"{path}: no model {name!r}; models: {', '.join(names) or 'none'}")
     if len(names) == 1:
@@ -87,8 +86,7 @@ def remove_model(path: Path, name: str) -> ModelSpec:
         return after == [model for model in before if model.name != name]
 
     index = names.index(name)
-    _changed(path, lambda text: _without_entry(path, text, index), expect)
-    return models[index]
+    return _changed(path, lambda text: _without_entry(path, text, index), expect)
 
 
 def _changed(
@@ -106,7 +104,11 @@ def _changed(
             # Not as text: line ends stay what they are.
             text = change(real.read_bytes().decode() if before else "")
             stack.callback(partial.unlink, missing_ok=True)
-            partial.write_bytes(text.encode())
+            with partial.open("wb") as file:
+                file.write(text.encode())
+                file.flush()
+                # Else a machine that crashes now may have an empty file under the name.
+                os.fsync(file.fileno())
             if before:
                 shutil.copymode(real, partial)
             after = _read_again(partial)

@@ -32,6 +32,7 @@ from weightcached.wire.messages import (
     Rollback,
     RollbackReply,
     StatusReply,
+    SwapOutcome,
 )
 from weightcached.wire.requests import ask
 
@@ -43,9 +44,10 @@ def reload_all(
     force: bool,
     timeout_s: float,
     display: ProgressDisplay,
+    live: bool = False,
 ) -> dict[str, WeightcachedError | ReloadReply]:
     """Reload on every device; wait at most `timeout_s`. The results by device; raises nothing."""
-    request = Reload(caches=list(caches), force=force)
+    request = Reload(caches=list(caches), force=force, live=live)
     return _do_all(dict.fromkeys(devices, request), timeout_s, display)
 
 
@@ -140,6 +142,22 @@ def rollback_all(
     """Go back on every device to its snapshot of this name, as reload_all()."""
     requests = {device: Rollback(cache=cache, snapshot=name) for device, name in snapshots.items()}
     return _do_all(requests, timeout_s, display)
+
+
+def swap_text(device: str, swap: SwapOutcome) -> str:
+    """One engine's line of the report."""
+    what = f"{device} {swap.model}: {swap.engine}"
+    if swap.outcome == "swapped":
+        drained = f" after {seconds_text(swap.drain_s)} of requests" if swap.drain_s >= 1 else ""
+        return f"{what} swapped to generation {swap.generation} in {swap.pause_s * 1e3:.0f} ms{drained}"
+    if swap.outcome == "unchanged":
+        return f"{what} has generation {swap.generation} already"
+    if swap.outcome == "restarting":
+        return (
+            f"{what} cannot take it while it runs, its service starts another engine: {swap.reason}"
+        )
+    where = f" on generation {swap.generation}" if swap.generation else ""
+    return f"{what} stays{where}: {swap.reason}"
 
 
 def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]]:

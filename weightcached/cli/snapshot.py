@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from weightcached.cli.status import ANSWER_TIMEOUT_S, connect
 from weightcached.config.manifest import load_manifest
 from weightcached.config.snapshots import default_directory
 from weightcached.errors import ManifestError, ProtocolError, SnapshotError
-from weightcached.snapshot.files import all_snapshots, open_snapshot
+from weightcached.snapshot.files import all_snapshots, open_snapshot, remove_snapshot
 from weightcached.system.paths import manifest_path
 from weightcached.system.text import bytes_text
 from weightcached.wire.connection import error_of
@@ -112,6 +111,6 @@ def verify(row: SnapshotRow) -> str:
 def remove(row: SnapshotRow) -> None:
     """Remove it. Raises SnapshotError if that fails."""
     try:
-        shutil.rmtree(row.path)
+        remove_snapshot(Path(row.path))
     except OSError as e:
         raise SnapshotError(f"cannot remove {row.path}: {e.strerror}") from e

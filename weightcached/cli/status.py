@@ -31,7 +31,7 @@ SOFTWARE = f"weightcachectl {__version__}"
 _CACHE_FIELDS = (
     "name", "role", "state", "generation", "source", "bytes", "segments", "tensors",
     "load_seconds", "phase", "done_bytes", "total_bytes", "error", "retry_at", "warning",
-    "snapshot", "snapshot_bytes", "resident", "rolled_back_at",
+    "snapshot", "snapshot_bytes", "resident", "label", "live", "rolled_back_at",
 )  # fmt: skip
 _HEAD = ("DEVICE", "CACHE", "STATE", "GEN", "SIZE", "ENGINES", "DETAIL")
 _T = TypeVar("_T")
@@ -171,7 +171,7 @@ def _old_row(device: str, old: OldGeneration) -> tuple[str, ...]:
         str(old.generation),
         bytes_text(old.bytes),
         _engines(old.engines),
-        f"mapped by {names}: freed when that ends",
+        f"{repr(old.label) + ', ' if old.label else ''}mapped by {names}: freed when that ends",
     )
 
 
@@ -207,5 +207,6 @@ def _detail(cache: CacheStatus, now: float) -> str:
     if cache.rolled_back_at is not None:
         back = f"rolled back {seconds_text(max(0.0, now - cache.rolled_back_at))} ago"
     # A ready generation is served while its successor loads, and if that fails.
-    parts = (done, back, progress, error, cache.warning, snapshot)
+    label = f"'{cache.label}'" if cache.label else ""
+    parts = (label, done, back, progress, error, cache.warning, snapshot)
     return ", ".join(part for part in parts if part)

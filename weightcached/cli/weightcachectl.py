@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -51,18 +52,48 @@ def _check_devices(
         raise click.BadParameter(str(e), ctx, param) from e
 
 
+def _is_device(name: str) -> bool:
+    return re.match(r"(gpu-|mig-|cpu\d)", name, re.IGNORECASE) is not None
+
+
+def _check_names(
+    ctx: click.Context, param: click.Parameter, names: Sequence[str]
+) -> tuple[str, ...]:
+    """Devices, and names of models."""
+    _check_devices(ctx, param, [name for name in names if _is_device(name)])
+    return tuple(dict.fromkeys(names))
+
+
+def _complete_devices(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    from weightcached.cli.devices import all_devices
+
+    return [row.device for row in all_devices()[0] if row.device.startswith(begun)]
+
+
+def _complete_models(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    from weightcached.config.manifest import load_manifest
+    from weightcached.system.paths import manifest_path
+
+    try:
+        models = load_manifest(manifest_path()).models
+    except WeightcachedError:
+        return []
+    return [model.name for model in models if model.name.startswith(begun)]
+
+
 _optional_devices = click.argument(
-    "devices", metavar="[DEVICE]...", nargs=-1, callback=_check_devices
-)
+    "devices", metavar="[DEVICE]...", nargs=-1, callback=_check_devices, shell_complete=_complete_devices,
+)  # fmt: skip
 _devices = click.argument(
-    "devices", metavar="DEVICE...", nargs=-1, required=True, callback=_check_devices
-)
+    "devices", metavar="DEVICE...", nargs=-1, required=True, callback=_check_devices, shell_complete=_complete_devices,
+)  # fmt: skip
 _on_devices = click.option(
     "--device",
     "devices",
     metavar="DEVICE",
     multiple=True,
     callback=_check_devices,
+    shell_complete=_complete_devices,
     help="Only on this device; repeatable.",
 )
 
@@ -75,7 +106,8 @@ def _choose_socket_dir(ctx: click.Context, param: click.Parameter, value: Path |
 
 _socket_dir = click.option(
     "--socket-dir",
-    type=click.Path(path_type=Path),
+    # Of another user's directory, check_private_dir() says more than click would.
+    type=click.Path(path_type=Path, readable=False),
     metavar="DIR",
     show_default="$XDG_RUNTIME_DIR/weightcached",
     expose_value=False,
@@ -211,7 +243,7 @@ def _watch_lines(answers: Answers) -> list[str]:
 
 @main.command()
 @_socket_dir
-@_optional_devices
+@click.argument("names", metavar="[DEVICE|MODEL]...", nargs=-1, callback=_check_names)
 @click.option(
     "--cache",
     "caches",
@@ -221,16 +253,26 @@ def _watch_lines(answers: Answers) -> list[str]:
 )
 @click.option("--force", is_flag=True, help="Also reload caches that have not changed.")
 @click.option(
+    "--live",
+    is_flag=True,
+    help="Engines that run map the new weights, also of models that are not 'live' in the manifest.",
+)
+@click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0), default=_RELOAD_TIMEOUT_S, metavar="SECONDS",
     show_default=True, help="Wait at most this long. The reload itself goes on.",
 )  # fmt: skip
-def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s: float) -> None:
+def reload(
+    names: Sequence[str], caches: Sequence[str], force: bool, live: bool, timeout_s: float
+) -> None:
     """Read the manifest again and apply it.
 
-    Loads caches that changed, failed or were released. Waits for the end and reports each cache. A
-    cache is served until its successor is complete. Exit status: 0 done, 1 a cache failed or the
-    manifest was refused, 3 no daemon answered.
+    Loads caches that changed, failed or were released, of the named devices and models. Waits for
+    the end and reports each cache. A cache is served until its successor is complete. Engines of
+    live models map the new weights while they run. Exit status: 0 done, 1 a cache failed, the
+    manifest was refused or an engine of a service stays on old weights, 3 no daemon answered.
     """
+    devices = [name for name in names if _is_device(name)]
+    caches = [*caches, *(name for name in names if not _is_device(name))]
     from weightcached.cli.status import no_daemon
     from weightcached.system.paths import devices_with_socket
 
@@ -239,18 +281,30 @@ def reload(devices: Sequence[str], caches: Sequence[str], force: bool, timeout_s
         from weightcached.system.paths import runtime_dir
 
         raise no_daemon(runtime_dir())
-    _exit(_reload(asked, caches, force=force, timeout_s=timeout_s))
+    _exit(_reload(asked, caches, force=force, live=live, timeout_s=timeout_s))
 
 
 def _reload(
-    devices: Sequence[str], caches: Sequence[str], *, force: bool = False, timeout_s: float = _RELOAD_TIMEOUT_S
+    devices: Sequence[str], caches: Sequence[str], *, force: bool = False, live: bool = False,
+    timeout_s: float = _RELOAD_TIMEOUT_S,
 ) -> int:  # fmt: skip
+    ended = _run_reload(devices, caches, force=force, live=live, timeout_s=timeout_s)
+    return _report_reloads(ended, caches)
+
+
+def _run_reload(
+    devices: Sequence[str], caches: Sequence[str], *, force: bool = False, live: bool = False,
+    timeout_s: float,
+) -> Mapping[str, Any]:  # fmt: skip
     from weightcached.cli.reload import reload_all
 
     display = _display()
-    ended = reload_all(devices, caches=caches, force=force, timeout_s=timeout_s, display=display)
-    display.clear()
-    return _report_reloads(ended, caches)
+    try:
+        return reload_all(
+            devices, caches=caches, force=force, timeout_s=timeout_s, display=display, live=live
+        )
+    finally:
+        display.clear()
 
 
 def _report_reloads(ended: Mapping[str, Any], caches: Sequence[str]) -> int:
@@ -281,7 +335,7 @@ def _report_misnamed(ends: Iterable[Any], caches: Sequence[str]) -> list[int]:
 
 def _report_reload(device: str, end: Any) -> int:
     """Print one device's result. Its exit status: a lost daemon outranks a failed cache."""
-    from weightcached.cli.reload import outcome_text
+    from weightcached.cli.reload import outcome_text, swap_text
 
     if isinstance(end, WeightcachedError):
         complain(f"{device}: {end}")
@@ -291,7 +345,58 @@ def _report_reload(device: str, end: Any) -> int:
         return EXIT_FAILURE
     for outcome in end.outcomes:
         click.echo(outcome_text(device, outcome))
-    return EXIT_FAILURE if any(outcome.outcome == "failed" for outcome in end.outcomes) else 0
+    for swap in end.swaps:
+        (complain if swap.outcome == "left" else click.echo)(swap_text(device, swap))
+    failed = any(outcome.outcome == "failed" for outcome in end.outcomes)
+    return EXIT_FAILURE if failed or any(swap.outcome == "left" for swap in end.swaps) else 0
+
+
+@main.command()
+@_socket_dir
+@click.argument("model", metavar="MODEL")
+@click.argument(
+    "directory",
+    metavar="DIR",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
+)
+@click.option(
+    "--label",
+    metavar="TEXT",
+    show_default="DIR's last part",
+    help="A name for these weights, in status, metrics and vLLM's answers.",
+)
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0), default=_RELOAD_TIMEOUT_S, metavar="SECONDS",
+    show_default=True, help="Wait at most this long. The load itself goes on.",
+)  # fmt: skip
+def publish(model: str, directory: Path, label: str | None, timeout_s: float) -> None:
+    """Make the checkpoint in DIR the next generation of MODEL.
+
+    Loads it beside the present one; then engines that run map it. It stays MODEL's checkpoint, also
+    for engines and daemons that start later, until another is published or the manifest names
+    another. If it cannot be loaded, all stays as it was. Exit status: 0 done, 1 it failed or an
+    engine of a service stays on old weights, 3 no daemon answered, 78 there is no checkpoint.
+    """
+    from weightcached.cli import publish
+
+    answers = _ask([])
+    if not answers.replies:
+        _exit(EXIT_NO_DAEMON)
+    manifest, devices = publish.manifest_of(answers.replies, model)
+    label = directory.name if label is None else label
+    with publish.published(manifest, model, directory, label) as kept:
+        ended = _run_reload(devices, [model], live=True, timeout_s=timeout_s)
+        # A device whose daemon is gone will load it when it is back.
+        kept[0] = not any(
+            outcome.outcome == "failed"
+            for end in ended.values()
+            for outcome in getattr(end, "outcomes", ())
+        ) and not any(getattr(end, "error", "") for end in ended.values())
+    status = _report_reloads(ended, [model])
+    if not kept[0]:
+        complain(f"{directory} was not published: {model} stays as it was")
+        _run_reload(devices, [model], timeout_s=timeout_s)
+    _exit(status)
 
 
 def _display() -> ProgressDisplay:
@@ -302,7 +407,7 @@ def _display() -> ProgressDisplay:
 
 @main.command()
 @_socket_dir
-@click.argument("cache", metavar="CACHE")
+@click.argument("cache", metavar="CACHE", shell_complete=_complete_models)
 @_on_devices
 @click.option(
     "--force", is_flag=True, help="Also if engines map it. Their memory stays until they end."
@@ -321,7 +426,7 @@ def drop(cache: str, devices: Sequence[str], force: bool) -> None:
 
 @main.command()
 @_socket_dir
-@click.argument("cache", metavar="CACHE")
+@click.argument("cache", metavar="CACHE", shell_complete=_complete_models)
 @_on_devices
 def evict(cache: str, devices: Sequence[str]) -> None:
     """Free CACHE until an engine asks for it.
@@ -356,7 +461,7 @@ def _free(
 
 @main.command()
 @_socket_dir
-@click.argument("cache", metavar="CACHE")
+@click.argument("cache", metavar="CACHE", shell_complete=_complete_models)
 @_on_devices
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0), default=3600, metavar="SECONDS", show_default=True,
@@ -471,7 +576,7 @@ def _check_placed(
         "ignore_unknown_options": True,
     }
 )
-@click.argument("model")
+@click.argument("model", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE ARGUMENTS]...")
 @click.option("--name", help="Name of the entry.", show_default="the last part of MODEL")
 @click.option(
@@ -480,6 +585,7 @@ def _check_placed(
     metavar="DEVICE",
     multiple=True,
     callback=_check_placed,
+    shell_complete=_complete_devices,
     show_default="the first GPUs, else cpu0 …",
     help="A device, or all; repeatable, in rank order.",
 )
@@ -536,7 +642,7 @@ def add(
 
 
 @main.command()
-@click.argument("name")
+@click.argument("name", shell_complete=_complete_models)
 def remove(name: str) -> None:
     """Remove the model NAME from the manifest, and free it.
 
@@ -548,10 +654,10 @@ def remove(name: str) -> None:
     from weightcached.cli import add, edit
 
     path = edit.path_to_change()
-    spec = edit.remove_model(path, name)
+    edit.remove_model(path, name)
     click.echo(f"removed {name} from {path}")
-    answering, _ = add.daemons(spec.devices, spec.engine)
-    _exit(_reload(answering, [name]) if answering else 0)
+    holding = add.holders(name)
+    _exit(_reload(holding, [name]) if holding else 0)
 
 
 @main.command()
@@ -622,7 +728,7 @@ def _serves(device: str) -> bool:
     for cache in failed:
         again = "; it is tried again" if cache.retry_at is not None else ""
         complain(f"{device} {cache.name} failed: {' '.join(cache.error.split())}{again}")
-    return not failed or any(cache.state == "ready" for cache in caches)
+    return not failed or any(cache.state in ("ready", "evicted") for cache in caches)
 
 
 @main.command()
@@ -862,7 +968,7 @@ def snapshot_rm(cache: str) -> None:
 
 @main.command()
 @_socket_dir
-@click.argument("cache", metavar="CACHE")
+@click.argument("cache", metavar="CACHE", shell_complete=_complete_models)
 @_on_devices
 @_json
 @click.option(

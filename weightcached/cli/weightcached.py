@@ -36,7 +36,8 @@ def _manifest(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]
 def _socket_dir(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(
         "--socket-dir",
-        type=click.Path(path_type=Path),
+        # Of another user's directory, check_private_dir() says more than click would.
+        type=click.Path(path_type=Path, readable=False),
         metavar="DIR",
         show_default="$XDG_RUNTIME_DIR/weightcached",
         help=text,
@@ -163,6 +164,13 @@ def serve(
     help="Address for --weight-cache-health-port.",
 )
 @click.option(
+    "--weight-cache-snapshots",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="none",
+    help="Write each rank to a snapshot here after it was loaded, and start from that the next time.",
+)
+@click.option(
     "--loader-command", hidden=True, metavar="COMMAND", help="Run this instead of the loader."
 )
 @click.option(
@@ -176,6 +184,7 @@ def preload(
     weight_cache_draft_master_port: int | None,
     weight_cache_health_port: int | None,
     weight_cache_health_host: str,
+    weight_cache_snapshots: Path | None,
     loader_command: str | None,
     parser_command: str | None,
 ) -> None:
@@ -197,6 +206,7 @@ def preload(
         draft_master_port=weight_cache_draft_master_port,
         health_port=weight_cache_health_port,
         health_host=weight_cache_health_host,
+        snapshots=weight_cache_snapshots,
         loader_command=loader_command,
         parser_command=shlex.split(parser_command) if parser_command else None,
     )

@@ -23,6 +23,7 @@ from weightcached.config.drafts import has_cached_draft
 from weightcached.config.engines import EngineEntry, EngineSpec, resolve_engines
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, read
+from weightcached.config.published import read_published, with_published
 from weightcached.config.ranks import SIZES, Placement, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
 from weightcached.config.sizes import SizeText, nbytes_of
@@ -37,6 +38,7 @@ LAYOUT_KEYS = SIZES
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Size = Annotated[int, Meta(ge=1)]
 Residence = Literal["always", "on-demand"]
+OnSwap = Literal["drain", "abort"]
 _BUDGET = "bytes or a size such as 40 GiB"
 _Bytes: Any = Annotated[Size | SizeText, Meta(description=_BUDGET)]
 
@@ -58,6 +60,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     resident: Residence = "always"
     # Seconds without an engine after which an on-demand model is evicted; 0: never for that.
     idle_evict_s: float = 0.0
+    # Whether running engines get its new generations, and what becomes of requests under way.
+    live: bool = False
+    on_swap: OnSwap = "drain"
+    # Of a published checkpoint.
+    label: str = ""
 
     @property
     def on_demand(self) -> bool:
@@ -141,6 +148,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     idle_evict_s: Annotated[
         Annotated[float, Meta(gt=0)] | None, Meta(description="a number of seconds above 0")
     ] = None
+    live: bool = False
+    on_swap: OnSwap = "drain"
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,12 +173,23 @@ def load_manifest(path: Path) -> Manifest:
         root.fail(f"the key version is missing: write 'version: {VERSION}'")
     _check_version(keys["version"])
     document = root.convert(Document)
-    models = _models(document.models, keys["models"])
+    models = _with_published(path, _models(document.models, keys["models"]))
     engines = resolve_engines(document.engines, keys["engines"], models) if document.engines else []
     entry = document.snapshots
     snapshots = None if entry is None else resolve_snapshots(entry, keys["snapshots"])
     budgets = {} if document.budget is None else _budgets(document.budget, keys["budget"])
     return Manifest(path=path, models=models, engines=engines, snapshots=snapshots, budgets=budgets)
+
+
+def _with_published(path: Path, models: list[ModelSpec]) -> list[ModelSpec]:
+    published = read_published(path)
+    found: list[ModelSpec] = []
+    for model in models:
+        entry = published.get(model.name)
+        engine = with_published(model.engine, entry)
+        label = entry.label if entry is not None and engine is not model.engine else ""
+        found.append(msgspec.structs.replace(model, engine=engine, label=label))
+    return found
 
 
 def _check_version(version: Value) -> None:
@@ -246,6 +266,8 @@ def _model(entry: ModelEntry, at: Value) -> ModelSpec:
         env={name: _variable(name, at["env"][name]) for name in entry.env},
         resident=entry.resident,
         idle_evict_s=entry.idle_evict_s or 0.0,
+        live=entry.live,
+        on_swap=entry.on_swap,
     )
 
 

@@ -21,6 +21,7 @@ from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.messages import (
     CacheState,
     CacheStatus,
+    LoadFrom,
     LoadMessage,
     Residence,
     Role,
@@ -63,6 +64,7 @@ class Generation:
         self.versions = index.versions
         self.environment = index.environment
         self.spec_digest = index.spec_digest
+        self.label = index.label
         self.segment_nbytes = [segment.nbytes for segment in index.segments]
         self.tensors = len(index.tensors)
         self.load_seconds = index.load.seconds
@@ -120,6 +122,8 @@ class LoadProgress:
         self.done_bytes = 0
         self.total_bytes = 0
         self.key: WeightCacheKey | None = None
+        # Whether there is a snapshot that fits; "" before that is known.
+        self.source: LoadFrom = ""
         # Of a cache that was served before: what the load will most probably make.
         self.expected_key: WeightCacheKey | None = None
         self._phase_began = time.monotonic()
@@ -169,6 +173,8 @@ class Cache:
         # Of the load that is due, as far as the manifest tells: its key comes later, from vLLM.
         self.checkpoint: CheckpointIdentity | None = None
         # From the manifest: whether it may make room for others, and is loaded only if asked for.
+        # From the manifest: whether engines that run get new generations.
+        self.live = False
         self.resident: Residence = "always"
         # Of the last generation, or of its snapshot; 0 if there was none.
         self.last_nbytes = 0
@@ -276,6 +282,9 @@ class Cache:
             retry_at=retry_at,
             warning=generation.not_stored if generation else "",
             resident=self.resident,
+            label=generation.label if generation else "",
+            live=self.live,
+            load_from=load.source if load else "",
         )
 
 

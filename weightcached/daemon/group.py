@@ -2,12 +2,16 @@
 
 A rank that lost its generation needs its peers in order to load it. They have theirs, and a reload
 would not touch them; so this rank asks them to load along. They drop the result and go on serving.
+
+To restore a snapshot takes no peers. But if one rank of several that start has none, all load: the
+others would have to load beside what they have just restored, in twice the memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -24,8 +28,15 @@ _TIMEOUT_S = 5.0
 _BEGIN_TIMEOUT_S = 60.0
 
 
-# Phases of a loader that has met its peers.
-_MET = frozenset({"weights", "packing", "proving", "publishing", "tuning"})
+# Phases of a loader that has met its peers, and of a restorer, which needs none.
+_MET = frozenset(
+    {"weights", "packing", "proving", "publishing", "tuning", "opening", "segments", "restoring"}
+)
+# Phases before it is known whether there is a snapshot, and those of a restorer.
+_MAY_RESTORE = frozenset({"queued", "waiting", "opening", "segments", "restoring"})
+_POLL_S = 0.1
+# From the manager's start of several units until the last one's daemon answers.
+_UP_TIMEOUT_S = 5.0
 
 
 class GroupPeers:
@@ -53,6 +64,42 @@ class GroupPeers:
         """
         found = (await self._caches(want)).values()
         return any(cache.state == "loading" and cache.phase not in _MET for cache in found)
+
+    async def loading(self, want: Wanted, *, timeout_s: float) -> str | None:
+        """The device of a rank that is due and has no snapshot that fits; None if each has one.
+
+        Ranks that serve, and those that nobody loads, do not count. Waits until all that load know,
+        at most `timeout_s`; for daemons that are about to start, at boot, a moment.
+        """
+        began_s = time.monotonic()
+        deadline_s, up_s = began_s + timeout_s, began_s + min(timeout_s, _UP_TIMEOUT_S)
+        while True:
+            found = await self._caches(want)
+            due = {
+                device: cache
+                for device, cache in found.items()
+                if cache.phase or cache.state == "loading"
+            }
+            for device, cache in due.items():
+                # An older daemon does not say, but its phase does.
+                if cache.load_from == "checkpoint" or (
+                    not cache.load_from and cache.phase not in _MAY_RESTORE
+                ):
+                    return device
+            unknown = [device for device, cache in due.items() if not cache.load_from]
+            if len(found) < len(want.spec.devices) - 1 and time.monotonic() < up_s:
+                await asyncio.sleep(_POLL_S)
+                continue
+            if not unknown:
+                return None
+            if time.monotonic() > deadline_s:
+                log.warning(
+                    "restored, although peers do not say whether they can cache=%s devices=%s",
+                    want.name,
+                    unknown,
+                )
+                return None
+            await asyncio.sleep(_POLL_S)
 
     async def _caches(self, want: Wanted) -> dict[str, CacheStatus]:
         devices = [device for device in want.spec.devices if device != self._device]

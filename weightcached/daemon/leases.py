@@ -56,6 +56,7 @@ class Leased(Protocol):
 
     cache: str
     number: int
+    label: str
     used_s: float
 
     @property
@@ -170,6 +171,7 @@ class Leases:
                 generation=generation.number,
                 bytes=generation.nbytes,
                 engines=[lease.status() for lease in self.on(generation)],
+                label=generation.label,
             )
             for key, generation in held.items()
             if key not in current

@@ -31,6 +31,7 @@ from weightcached.daemon.fairness import Queues
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import LIMIT_S, Holds
 from weightcached.daemon.leases import Leases
+from weightcached.daemon.live import swap_engines
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
@@ -61,6 +62,7 @@ from weightcached.wire.messages import (
     Refused,
     ReloadReply,
     StatusReply,
+    SwapOutcome,
     refusal,
 )
 from weightcached.wire.resident import boot_id
@@ -196,7 +198,7 @@ def _shorten_stalls() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
-ReloadResult = list[CacheOutcome] | ReloadReply | Refused
+ReloadResult = ReloadReply | Refused
 Work = Callable[[], Awaitable[list[CacheOutcome]]]
 
 
@@ -299,6 +301,8 @@ class Daemon:
         """Load missing caches. Returns the exit status if nothing can be served, now or later."""
         try:
             outcomes = await self.reconciler.run(starting=True)
+            # Also what a daemon before this one had no time to tell.
+            self._keep(asyncio.create_task(self._swap_engines(outcomes)))
         except ManifestError as e:
             return None if any(cache.generation for cache in self.caches) else e.exit_status
         failed = [outcome.cache for outcome in outcomes if outcome.outcome == "failed"]
@@ -312,7 +316,9 @@ class Daemon:
         while True:
             await self.reconciler.retries.until_due()
             try:
-                await self.reconciler.retry()
+                outcomes = await self.reconciler.retry()
+                if outcomes:
+                    self._keep(asyncio.create_task(self._swap_engines(outcomes)))
             except Exception:
                 # A fault of ours in one round must not end the rounds.
                 log.exception("trying again failed")
@@ -367,28 +373,41 @@ class Daemon:
         self.reload(force=False, only=[])
 
     def reload(
-        self, *, force: bool, only: list[str], along: bool = False
+        self, *, force: bool, only: list[str], along: bool = False, live: bool = False
     ) -> asyncio.Task[ReloadResult] | Refused:
         """Begin a reload, which goes on even if nobody waits for it. Reloads run one after the
         other.
 
         Refused if too many wait already: peers that ask and leave must not pile them up.
         """
-        return self._in_turn(partial(self.reconciler.run, force=force, only=only, along=along))
+        work = partial(self.reconciler.run, force=force, only=only, along=along)
+        # A reload along is another rank's affair.
+        return self._in_turn(work, swaps=not along, only=only, live=live)
 
     def rollback(self, cache: str, snapshot: str) -> asyncio.Task[ReloadResult] | Refused:
         """Begin to go back to a cache's generation before; a reload as the others."""
-        return self._in_turn(partial(self.reconciler.rollback, cache, snapshot))
+        return self._in_turn(partial(self.reconciler.rollback, cache, snapshot), only=[cache])
 
-    def _in_turn(self, work: Work) -> asyncio.Task[ReloadResult] | Refused:
+    def _in_turn(
+        self, work: Work, *, only: Sequence[str], swaps: bool = True, live: bool = False
+    ) -> asyncio.Task[ReloadResult] | Refused:
         if self._reloads >= MAX_RELOADS:
             message = f"{MAX_RELOADS} reloads are waiting already: try again later"
             return refusal("busy", message)
         self._reloads += 1
-        task = asyncio.create_task(self._reload(work))
+        task = asyncio.create_task(self._reload_and_swap(work, only, swaps=swaps, live=live))
         task.add_done_callback(self._count_ended_reload)
         self._keep(task)
         return task
+
+    async def _reload_and_swap(
+        self, work: Work, only: Sequence[str], *, swaps: bool, live: bool
+    ) -> ReloadResult:
+        result = await self._reload(work)
+        if isinstance(result, Refused) or result.error or not swaps:
+            return result
+        done = await self._swap_engines(result.outcomes, only, asked=live)
+        return msgspec.structs.replace(result, swaps=done)
 
     async def _reload(self, work: Work) -> ReloadResult:
         # RELOADING=1 before the first READY=1 would end the start-up in the manager's eyes.
@@ -396,13 +415,26 @@ class Daemon:
         async with self._reload_turn:
             await self._notifier.reloading()
             try:
-                return await work()
+                return ReloadReply(outcomes=await work())
             except ManifestError as e:
                 return ReloadReply(error=str(e))
             except (UnknownCacheError, SnapshotError) as e:
                 return Refused(code=e.code, message=str(e))
             finally:
                 await self._notifier.ready(self._summary())
+
+    async def _swap_engines(
+        self, outcomes: Sequence[CacheOutcome], only: Sequence[str] = (), *, asked: bool = False
+    ) -> list[SwapOutcome]:
+        """Have engines of live models map what is served after a round; not within its turn, since
+        requests may take long to end.
+        """
+        swaps: list[SwapOutcome] = []
+        for spec in self.reconciler.live_models(outcomes, only, asked=asked):
+            served = [c.generation for c in self.caches if c.generation]
+            directory = self._endpoint.socket.parent
+            swaps += await swap_engines(spec.name, spec.on_swap, directory, self.leases, served)
+        return swaps
 
     def _count_ended_reload(self, _: asyncio.Task[ReloadResult]) -> None:
         self._reloads -= 1

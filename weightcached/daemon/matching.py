@@ -111,6 +111,23 @@ class Matcher:
             return await self._settle(undecided[0], key, sampled=sampled)
         return self._by_checkpoint(offers, nearest, key, sampled=sampled)
 
+    def newest(self, name: str, key: WeightCacheKey) -> Answer:
+        """The served generation of a cache, for an engine that maps an older one of it.
+
+        Its checkpoint may be another one; whether the engine can take it is the engine's to check.
+        """
+        cache = self._caches.get(name)
+        if cache is None:
+            return Absent(
+                reason=f"no cache {name!r} on {self._device}: it has {self._caches.names()}"
+            )
+        if cache.generation is None:
+            return _final(_Offer(cache, cache.last_key, cache.load))
+        fields = cache.generation.key.mismatched_fields(key)
+        if fields:
+            return _mismatch(cache, [FieldMismatch(*field) for field in fields])
+        return cache.generation
+
     def _by_checkpoint(
         self, offers: list[_Offer], nearest: list[Mismatch], key: WeightCacheKey, *, sampled: bool
     ) -> Answer:

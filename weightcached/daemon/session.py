@@ -22,7 +22,7 @@ from weightcached.daemon.fairness import REQUEST_UNITS, Queues, Ticket
 from weightcached.daemon.holds import Hold, Holds
 from weightcached.daemon.leases import Lease, Leases
 from weightcached.daemon.logs import printable
-from weightcached.daemon.matching import Evicted, Final, Matcher, loading
+from weightcached.daemon.matching import Answer, Evicted, Final, Matcher, loading
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.errors import ProtocolError, SnapshotError, UnknownCacheError
@@ -33,7 +33,6 @@ from weightcached.wire.messages import (
     PROTOCOL_VERSION,
     Absent,
     Attach,
-    CacheOutcome,
     Descriptors,
     Done,
     Drop,
@@ -107,12 +106,12 @@ class SessionHost(Protocol):
     def release(self, generation: Generation, *, by: int) -> asyncio.Task[None]: ...
 
     def reload(
-        self, *, force: bool, only: list[str], along: bool = False
-    ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
+        self, *, force: bool, only: list[str], along: bool = False, live: bool = False
+    ) -> asyncio.Task[ReloadReply | Refused] | Refused: ...
 
     def rollback(
         self, cache: str, snapshot: str
-    ) -> asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused: ...
+    ) -> asyncio.Task[ReloadReply | Refused] | Refused: ...
 
 
 class Session:
@@ -267,7 +266,9 @@ class Session:
         while True:
             event = changed.next()
             began_s = time.monotonic()
-            answer = await self._match(request.key, asked, sampled=request.identity == "sampled")
+            answer = await self._match(
+                request.key, asked, sampled=request.identity == "sampled", cache=request.cache
+            )
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
                 self._begin_lease(answer)
@@ -289,25 +290,34 @@ class Session:
             )
 
     async def _match(
-        self, key: WeightCacheKey, asked: set[str], *, sampled: bool = False
+        self, key: WeightCacheKey, asked: set[str], *, sampled: bool = False, cache: str = ""
     ) -> Generation | Final | Loading | NeedDigest:
         """The matcher's answer. A daemon that starts waits for the manifest if no key matches.
 
-        An evicted cache comes back, but once for each question: `asked` has those that did.
+        An evicted cache comes back, but once for each question: `asked` has those that did. With
+        `cache` the newest generation of that one matches, if it is not the checkpoint that differs.
         """
         service = self._service
-        answer = await service.matcher.match(key, sampled=sampled)
+
+        async def match() -> Answer:
+            if cache:
+                return service.matcher.newest(cache, key)
+            return await service.matcher.match(key, sampled=sampled)
+
+        answer = await match()
         if not isinstance(answer, Generation) and not service.reconciler.settled.is_set():
             await service.reconciler.settled.wait()
-            answer = await service.matcher.match(key, sampled=sampled)
+            answer = await match()
         if not isinstance(answer, Evicted):
             return answer
-        cache = answer.cache
-        if cache.name in asked and cache.error:
-            return Failed(cache=cache.name, error=cache.error)
-        asked.add(cache.name)
-        service.bring_back(cache)
-        return loading(cache, cache.load) if cache.load else Loading(cache=cache.name, phase=QUEUED)
+        evicted = answer.cache
+        if evicted.name in asked and evicted.error:
+            return Failed(cache=evicted.name, error=evicted.error)
+        asked.add(evicted.name)
+        service.bring_back(evicted)
+        if evicted.load:
+            return loading(evicted, evicted.load)
+        return Loading(cache=evicted.name, phase=QUEUED)
 
     @contextlib.contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
@@ -432,7 +442,9 @@ class Session:
     async def _reload(self, request: Reload) -> None:
         """The reload is the daemon's, not this session's: it goes on if the tool leaves."""
         await self._follow(
-            self._service.reload(force=request.force, only=request.caches, along=request.along)
+            self._service.reload(
+                force=request.force, only=request.caches, along=request.along, live=request.live
+            )
         )
 
     async def _rollback(self, request: Rollback) -> None:
@@ -446,9 +458,7 @@ class Session:
         else:
             await self._send(RollbackReply(snapshot=found.path.name, created_at=found.created_at))
 
-    async def _follow(
-        self, task: asyncio.Task[list[CacheOutcome] | ReloadReply | Refused] | Refused
-    ) -> None:
+    async def _follow(self, task: asyncio.Task[ReloadReply | Refused] | Refused) -> None:
         if isinstance(task, Refused):
             await self._send(task)
             return
@@ -457,8 +467,7 @@ class Session:
                 if cache.load is not None:
                     await self._send(cache.load.message(Progress, cache.name))
             await asyncio.wait({task}, timeout=PROGRESS_S)
-        result = task.result()
-        await self._send(ReloadReply(outcomes=result) if isinstance(result, list) else result)
+        await self._send(task.result())
 
     async def _free(self, request: Drop | Evict) -> None:
         reconciler = self._service.reconciler
@@ -540,6 +549,11 @@ class Session:
             return loading(cache, cache.load)
         if cache.state == "released":
             return Released(cache=cache.name)
+        if cache.state == "evicted":
+            return refusal(
+                "evicted",
+                f"{cache.name} is evicted: 'weightcachectl reload --cache {cache.name}' brings it back",
+            )
         return Failed(cache=cache.name, error=cache.error)
 
     async def _send(self, message: Message) -> None:

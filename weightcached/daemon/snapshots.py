@@ -29,6 +29,7 @@ from weightcached.snapshot.files import (
     cache_directory,
     list_snapshots,
     open_snapshot,
+    sweep,
 )
 from weightcached.snapshot.writer import WriterJob
 from weightcached.system.waits import end_tasks
@@ -76,6 +77,14 @@ class Snapshots:
         self._uses: dict[str, str] = {}
         self.rollbacks = Rollbacks(device)
 
+    async def sweep(self) -> None:
+        """Remove what writers left that were killed with an earlier daemon; before any of ours."""
+        if self.spec is None:
+            return
+        removed = await asyncio.to_thread(sweep, self.spec.directory, self._device)
+        if removed:
+            log.info("removed unfinished snapshots count=%d", removed)
+
     async def find(self, want: Wanted, why_stale: WhyStale | None) -> Path | None:
         """The newest snapshot that equals the result of a load of `want` now, or None.
 
@@ -96,7 +105,7 @@ class Snapshots:
             except SnapshotError as e:
                 self.reject(want.name, path, str(e))
             else:
-                self._uses[want.name] = f"restored from {path}, {HELD}"
+                self._uses[want.name] = f"used: {path}, {HELD}"
                 self._kept[want.name] = Kept(path, index.nbytes, index.key)
                 return path
         for path in await asyncio.to_thread(
@@ -104,10 +113,16 @@ class Snapshots:
         ):
             reason = await self._find_misfit(path, want, why_stale)
             if not reason:
-                self._uses[want.name] = f"restored from {path}"
+                self._uses[want.name] = f"used: {path}"
                 return path
             self.reject(want.name, path, reason)
         return None
+
+    def offered(self, cache: str) -> None:
+        """What find() found is not read before an engine asks for it."""
+        use = self._uses.get(cache, "")
+        if use.startswith("used: "):
+            self._uses[cache] = f"to be {use}"
 
     def reject(self, cache: str, path: Path, reason: str) -> None:
         """A snapshot is not used."""

@@ -48,6 +48,12 @@ class AsyncEngine(Protocol):
     async def sleep(self) -> None:
         """Free memory that an engine without requests does not need, if there is any."""
 
+    async def swap(self, *, on_swap: str, drain_s: float) -> dict[str, Any]:
+        """Map the newest weights while it runs; as SwapOutcome, with a `code` if it does not.
+
+        Returns after at most drain_s and the time of the swap.
+        """
+
     async def accept_on(self, sock: socket.socket) -> None:
         """Serve clients of `sock`, which is owned from here on."""
 
@@ -101,6 +107,9 @@ class EngineChild:
         if command == "demote":
             async with self._turn:
                 return await self._demote(**arguments), None
+        if command == "swap":
+            async with self._turn:
+                return await self._engine.swap(**arguments), None
         if command == "socket":
             return {}, self._public.fileno()
         raise EngineError(f"no command {command!r}")

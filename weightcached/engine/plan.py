@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,24 @@ def _read_facts(service: str, digest: str) -> dict[str, Any]:
         return dict(kept["facts"]) if kept["digest"] == digest else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+# Arguments that say which weights an engine has, and what a published checkpoint brings along.
+_OF_CHECKPOINT = ("model", "tokenizer", "served_model_name")
+
+
+def with_checkpoint_of(plan: StartPlan, newest: StartPlan) -> StartPlan:
+    """The plan with the checkpoint of a newer one, and all else as it is.
+
+    Its digest is the newer one's if nothing else differs.
+    """
+    arguments = {k: v for k, v in plan.arguments.items() if k not in _OF_CHECKPOINT}
+    arguments |= {k: v for k, v in newest.arguments.items() if k in _OF_CHECKPOINT}
+    ours, theirs = (p.arguments.get("speculative_config") for p in (plan, newest))
+    if isinstance(ours, dict) and isinstance(theirs, dict) and "model" in theirs:
+        arguments["speculative_config"] = {**ours, "model": theirs["model"]}
+    same = arguments == newest.arguments and plan.environment == newest.environment
+    return replace(plan, arguments=arguments, digest=newest.digest if same else plan.digest)
 
 
 def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> StartPlan:

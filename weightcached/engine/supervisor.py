@@ -27,11 +27,12 @@ from typing import Any
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.engine import control, endpoint, manager, running, tree
-from weightcached.engine.plan import StartPlan, make_plan
+from weightcached.engine.plan import StartPlan, make_plan, with_checkpoint_of
 from weightcached.engine.records import Record, read_record, record_of
 from weightcached.engine.running import Running
 from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
+from weightcached.engine.swaps import Swaps
 from weightcached.engine.tree import Tree, TreeError, all_processes
 from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import (
@@ -39,6 +40,7 @@ from weightcached.errors import (
     EngineError,
     RuntimePathError,
     ServiceBusyError,
+    WeightcachedError,
 )
 from weightcached.system.notify import inherited, watchdog_period_s
 from weightcached.system.paths import (
@@ -152,6 +154,9 @@ class Supervisor:
         # Whether this service's share of its devices is its own until it sleeps.
         self._has_share = False
         self._running: dict[int, Running] = {}
+        self._swaps = Swaps(
+            self.service, self._running, end=self._end_behind, restart=self._restart_for
+        )
         self._manager = manager.Manager(os.environ.get("NOTIFY_SOCKET"))
         self._public: socket.socket
         self._nursery: Nursery | None = None
@@ -468,6 +473,12 @@ class Supervisor:
             return
         if number not in self.service.engines:
             return
+        plan = self._plans[self.service.engines[number].version]
+        if not await self._swaps.catch_up(number, plan, drain_s=self.spec.drain_s):
+            self._end_behind(number)
+            return
+        if number not in self.service.engines:
+            return
         engine.record.facts = facts
         engine.watch()
         engine.keep_record()
@@ -729,6 +740,8 @@ class Supervisor:
     async def _handle(
         self, command: str, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], int | None]:
+        if command == "swap":
+            return {"engines": await self._swap(**arguments)}, None
         if command == "restart":
             await self._restart()
         elif command == "sleep":
@@ -740,6 +753,38 @@ class Supervisor:
         elif command != "status":
             raise EngineError(f"no command {command!r}")
         return self.status(), None
+
+    async def _swap(self, *, model: str, on_swap: str) -> list[dict[str, Any]]:
+        """Have the engines map the newest weights of the model; what became of each.
+
+        An engine that cannot take them while it runs is replaced as by a restart, in the
+        background.
+        """
+        if model != self.spec.model:
+            return []
+        spec, entry = load_manifest(manifest_path(self._options.manifest)).service(self.spec.name)
+        present = self._plans[self.service.version]
+        newest = with_checkpoint_of(present, make_plan(spec, entry, self._options.socket_dir))
+        return await self._swaps.swap(
+            self.spec.name, present, newest, on_swap=on_swap, drain_s=self.spec.drain_s
+        )
+
+    def _end_behind(self, number: int) -> None:
+        """End an engine with old weights; another is started in its place."""
+        if (engine := self.service.engines.get(number)) and engine.phase is not Phase.ENDING:
+            log.info("engine=%d cannot take the newest weights, another is started", number)
+            self._begin(Action("end", number))
+            self._step()
+
+    def _restart_for(self, reason: str) -> None:
+        log.info("service=%s is restarted for its new weights: %s", self.spec.name, reason)
+        self._keep(self._restart_quietly())
+
+    async def _restart_quietly(self) -> None:
+        try:
+            await self._restart()
+        except WeightcachedError as e:
+            log.error("service=%s %s", self.spec.name, e)
 
     async def _restart(self) -> None:
         """Replace the serving engines by those of the present manifest.

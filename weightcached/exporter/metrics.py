@@ -121,15 +121,26 @@ def _caches(replies: dict[str, StatusReply]) -> Iterator[Metric]:
     state = GaugeMetricFamily(
         "weightcached_cache_state", "1 for the cache's state.", labels=[*names, "state"]
     )
+    engines = GaugeMetricFamily(
+        "weightcached_generation_engines",
+        "Engines that map a generation, served or older; `label` names its weights.",
+        labels=[*names, "generation", "label"],
+    )
     for device, reply in replies.items():
+        for old in reply.old_generations:
+            labels = [*_labels(device, old.cache), str(old.generation), old.label]
+            engines.add_metric(labels, len(old.engines))
         for cache in reply.caches:
             labels = _labels(device, cache.name)
             if cache.generation:
                 nbytes.add_metric([*labels, str(cache.generation)], cache.bytes)
+                mapping = [e for e in cache.engines if e.generation in (0, cache.generation)]
+                served = [*labels, str(cache.generation), cache.label]
+                engines.add_metric(served, len(mapping))
             leases.add_metric(labels, len(cache.engines))
             for name in _STATES:
                 state.add_metric([*labels, name], _is(cache, name))
-    yield from (nbytes, leases, state)
+    yield from (nbytes, leases, state, engines)
 
 
 def _is(cache: CacheStatus, state: str) -> float:

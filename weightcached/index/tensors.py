@@ -108,6 +108,7 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     model as built on the meta device, so that an engine whose layers differ in any name, shape,
     type or kernel class is refused. `leftovers` are the tensors that such a model has and the
     loaded one has not, found once by the proof; with None an engine looks for them itself.
+    `label` is the operator's name for the weights, or empty.
     `versions` of the interpreter's distributions, and `environment`, the set variables of the key's
     environment, are inputs of the key that need no vLLM.
     """
@@ -131,6 +132,7 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True):
     leftovers: list[str] | None = None
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
+    label: str = ""
     load: LoadReport
 
     @property

@@ -241,6 +241,7 @@ class Load:
             tensors=packed.tensors,
             versions=installed(),
             environment=environment,
+            label=self._job.label,
             load=LoadReport(seconds=0.0, finished_at=0.0),
         )
 

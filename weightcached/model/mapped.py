@@ -2,7 +2,8 @@
 
 While its engine sleeps a model may be unmapped, if the daemon needs the room, and is mapped again
 at the same addresses before the engine wakes. A newer generation may replace the mapped one in the
-same way, if all but the bytes of the weights is equal.
+same way, if all but the bytes of the weights is equal; the one before stays held until the caller
+says that all ranks have the newer one, and can come back until then.
 
       AWAKE ──park()──► PARKED ──unmap()──► UNMAPPED
         ▲                  │                    │
@@ -14,18 +15,19 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from weightcached.errors import CacheConfigMismatchError, WeightcachedError
+from weightcached.errors import CacheConfigMismatchError, SegmentError, WeightcachedError
 from weightcached.index.tensors import TensorIndex, layout_difference
 from weightcached.model.bind import Storages
 from weightcached.segments.cuda import CudaMapping
-from weightcached.system.fds import OwnedFd
+from weightcached.system.fds import OwnedFd, close_all
 from weightcached.wire.messages import Ready
 
 log = logging.getLogger("vllm.weightcached")
@@ -52,6 +54,27 @@ class HeldLease(Protocol):
     def close(self) -> None: ...
 
 
+class ChangeableMapping(Protocol):
+    """As CudaMapping and HostMapping."""
+
+    def map_again(self, fds: Sequence[OwnedFd]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Held(NamedTuple):
+    """One generation of which the process holds the memory, with the descriptors that bring it back."""
+
+    ready: Ready
+    tensor_index: TensorIndex
+    fds: list[OwnedFd]
+    lease: HeldLease
+
+    def close(self) -> None:
+        self.lease.close()
+        close_all(self.fds)
+
+
 class State(Enum):
     AWAKE = "awake"
     PARKED = "parked"
@@ -60,61 +83,84 @@ class State(Enum):
 
 
 class MappedModel:
-    """One model's mapping. mapping: None if it cannot be changed, as in host memory; attach: gets
-    the newest generation, waiting as a load does; lease: keeps one; its second argument is called
-    when the daemon asks to unmap.
+    """One model's mapping, which takes over the attachment and its open descriptors.
+
+    attach: gets the generation of the engine's own checkpoint, waiting as a load does;
+    attach_newest: gets the newest one of the cache, whatever checkpoint it was made from, waiting
+    if asked to; lease: keeps one; its second argument is called when the daemon asks to unmap.
+    rebind: puts the index's tensors into the model again and post-processes them, where models have
+    results of that in memory of their own; None where they do not.
     """
 
     def __init__(
         self,
         attachment: MappedAttachment,
-        mapping: CudaMapping | None,
+        mapping: ChangeableMapping,
         storages: Storages,
         *,
         attach: Callable[[], MappedAttachment],
+        attach_newest: Callable[[bool], MappedAttachment],
         lease: Callable[[MappedAttachment, Callable[[], bool]], HeldLease],
+        rebind: Callable[[TensorIndex], None] | None = None,
     ) -> None:
-        self.ready = attachment.ready
         self.state = State.AWAKE
-        self._index = attachment.tensor_index
-        self._mapping = mapping
+        self._mapping: ChangeableMapping | None = mapping
         self._storages: Storages | None = storages
         self._attach = attach
+        self._attach_newest = attach_newest
         self._new_lease = lease
+        self._rebind = rebind
         # The lease's thread unmaps, the engine's does all else.
         self._lock = threading.Lock()
         self._stale_copies = False
-        self._lease = lease(attachment, self.unmap)
+        # Has taken a generation of another checkpoint than the engine's own.
+        self._follows_cache = False
+        self._before: _Held | None = None
+        self._held = self._hold(attachment)
 
     @property
     def cache(self) -> str:
-        return self.ready.cache
+        return self._held.ready.cache
 
     @property
-    def can_change(self) -> bool:
-        """Whether other memory can come under the mapping."""
-        return self._mapping is not None
+    def ready(self) -> Ready:
+        """The mapped generation."""
+        return self._held.ready
+
+    @property
+    def index(self) -> TensorIndex:
+        return self._held.tensor_index
+
+    def _hold(self, attachment: MappedAttachment) -> _Held:
+        lease = self._new_lease(attachment, partial(self._unmap, attachment.ready))
+        return _Held(attachment.ready, attachment.tensor_index, attachment.fds, lease)
+
+    # ---- sleep and wake
 
     def park(self) -> None:
         """The engine sleeps: from here on the daemon may ask for the room."""
-        if self._mapping is None:
+        if not isinstance(self._mapping, CudaMapping):
             return
         with self._lock:
             if self.state is not State.AWAKE:
                 return
             self.state = State.PARKED
-        self._lease.park(True)
+        self._held.lease.park(True)
 
-    def unmap(self) -> bool:
+    def _unmap(self, asked: Ready) -> bool:
         """Give the memory back if the engine sleeps; whether that was done. Any thread may ask."""
         with self._lock:
-            if self.state is not State.PARKED or self._mapping is None:
+            if self.state is not State.PARKED or not isinstance(self._mapping, CudaMapping):
+                return False
+            if asked is not self._held.ready:
+                # Asked for one that is not mapped any more.
                 return False
             try:
                 self._mapping.unmap()
             except WeightcachedError as e:
                 log.error("%s stays mapped: %s", self.cache, str(e))
                 return False
+            close_all(self._held.fds)
             self.state = State.UNMAPPED
             return True
 
@@ -130,8 +176,18 @@ class MappedModel:
             if self.state is not State.UNMAPPED:
                 return
         # An unmapped mapping cannot be unmapped again: no lock while waiting for the daemon.
-        self._replace(self._attach())
-        self.state = State.WAKING
+        attachment = self._attach_newest(True) if self._follows_cache else self._attach()
+        try:
+            self._check(attachment)
+        except BaseException:
+            attachment.close()
+            raise
+        try:
+            self._map_over(attachment, unmapped_becomes=State.WAKING)
+        except BaseException:
+            self._forget_taken()
+            raise
+        self.settle()
 
     def give_up_wake(self) -> None:
         """The engine sleeps on."""
@@ -139,7 +195,7 @@ class MappedModel:
             if self.state is State.WAKING:
                 self.state = State.PARKED
                 # As a new lease does not know yet.
-                self._lease.park(True)
+                self._held.lease.park(True)
 
     def wake(self) -> None:
         """After prepare_wake(), once the process has its own memory back.
@@ -150,16 +206,20 @@ class MappedModel:
         with self._lock:
             if self.state is State.WAKING:
                 self.state = State.AWAKE
-                self._lease.park(False)
+                self._held.lease.park(False)
 
-    def prepare_newest(self) -> MappedAttachment | None:
+    # ---- another generation
+
+    def prepare_newest(self, *, wait: bool = True) -> MappedAttachment | None:
         """The newest generation for take(), if it is not the mapped one. The caller closes it.
 
-        Raises the reason why there is none, and CacheConfigMismatchError.
+        Raises the reason why there is none, and CacheConfigMismatchError (code `not-live`) if it
+        cannot replace the mapped one in a running engine.
         """
-        attachment = self._attach()
+        attachment = self._attach_newest(wait)
         try:
-            if attachment.ready.index_digest == self.ready.index_digest:
+            same = attachment.ready.index_digest == self.ready.index_digest
+            if same and self.state is not State.UNMAPPED:
                 attachment.close()
                 return None
             self._check(attachment)
@@ -169,45 +229,100 @@ class MappedModel:
         return attachment
 
     def take(self, attachment: MappedAttachment) -> None:
-        """Map another generation in place of this one. Raises SegmentError."""
-        self._replace(attachment)
-        self._refresh()
+        """Map another generation in place of this one, which settle() lets go and go_back() brings
+        back. After an error go_back() must be called.
 
-    def close(self) -> None:
-        """Give the lease back. The model's tensors are all that keeps the memory mapped then."""
-        self._lease.close()
-        self._mapping = self._storages = None
+        Raises SegmentError.
+        """
+        self._follows_cache = True
+        self._map_over(attachment, unmapped_becomes=State.PARKED)
+        if self.state is State.AWAKE:
+            self._refresh()
 
-    def _check(self, attachment: MappedAttachment) -> None:
-        if difference := layout_difference(self._index, attachment.tensor_index):
-            raise CacheConfigMismatchError(
-                f"generation {attachment.ready.generation} of {self.cache} cannot take the place of generation "
-                f"{self.ready.generation} in a running engine: {difference}; restart the engine"
-            )
+    def owns(self, attachment: MappedAttachment) -> bool:
+        """Whether the mapped generation came with it, whose end is this object's business then."""
+        return self._held.ready is attachment.ready
 
-    def _replace(self, attachment: MappedAttachment) -> None:
-        try:
-            self._check(attachment)
-            if self._mapping is None:
-                raise CacheConfigMismatchError(
-                    f"the mapped weights of {self.cache} are in host memory, where a running engine cannot take "
-                    "another generation; restart the engine"
-                )
-            self._mapping.map_again(attachment.fds)
-        except BaseException:
-            attachment.close()
-            raise
-        self._stale_copies = True
-        self._lease.close()
-        before, self.ready = self.ready, attachment.ready
-        self._index = attachment.tensor_index
-        self._lease = self._new_lease(attachment, self.unmap)
+    def rebind(self) -> None:
+        """Have the model's own results of post-processing made again. Raises as a load does."""
+        if self._rebind is not None:
+            self._rebind(self._held.tensor_index)
+
+    def settle(self) -> None:
+        """The generation before is not needed any more: this tells the daemon."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        before.close()
         log.info(
             "mapped %s generation %d at the addresses of generation %d",
             self.cache,
             self.ready.generation,
-            before.generation,
+            before.ready.generation,
         )
+
+    def go_back(self) -> None:
+        """Map the generation before take() again; nothing if none was taken.
+
+        Raises SegmentError: then the model has no weights that may be used.
+        """
+        if self._before is None:
+            return
+        self._forget_taken()
+        with self._lock:
+            if not any(fd.closed for fd in self._held.fds):
+                self._mapping_now().map_again([fd.dup() for fd in self._held.fds])
+            elif isinstance(self._mapping, CudaMapping):
+                # It slept without its memory, and does so again.
+                self._mapping.unmap()
+                self.state = State.UNMAPPED
+        self._stale_copies = True
+        if self.state is State.AWAKE:
+            self._refresh()
+
+    def close(self) -> None:
+        """Give the lease back. The model's tensors are all that keeps the memory mapped then."""
+        self.settle()
+        self._held.close()
+        if self._mapping is not None:
+            self._mapping.close()
+        self._mapping = self._storages = None
+        # It refers to the model.
+        self._rebind = None
+
+    def _check(self, attachment: MappedAttachment) -> None:
+        if difference := layout_difference(self.index, attachment.tensor_index):
+            raise CacheConfigMismatchError(
+                f"generation {attachment.ready.generation} of {self.cache} cannot take the place of generation "
+                f"{self.ready.generation} in a running engine: {difference}; restart the engine",
+                code="not-live",
+            )
+
+    def _map_over(self, attachment: MappedAttachment, *, unmapped_becomes: State) -> None:
+        """Owns the attachment from here on. Raises SegmentError: what is mapped is nothing, the old
+        generation or in part the newer one then.
+        """
+        fds = [fd.dup() for fd in attachment.fds]
+        held = self._hold(attachment)
+        with self._lock:
+            self._before, self._held = self._held, held
+            self._stale_copies = True
+            self._mapping_now().map_again(fds)
+            if self.state is State.UNMAPPED:
+                self.state = unmapped_becomes
+            if self.state is State.PARKED:
+                held.lease.park(True)
+
+    def _forget_taken(self) -> None:
+        taken, before = self._held, self._before
+        assert before is not None
+        self._held, self._before = before, None
+        taken.close()
+
+    def _mapping_now(self) -> ChangeableMapping:
+        if self._mapping is None:
+            raise SegmentError(f"the mapping of {self.cache} is closed: its model has ended")
+        return self._mapping
 
     def _refresh(self) -> None:
         if self._stale_copies and self._storages is not None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import click
 import msgspec
+import sdnotify
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.ranks import layout_of, needs
@@ -64,6 +65,7 @@ class PreloadOptions:
     draft_master_port: int | None = None
     health_port: int | None = None
     health_host: str = "127.0.0.1"
+    snapshots: Path | None = None
     loader_command: str | None = None
     parser_command: Sequence[str] | None = None
 
@@ -91,9 +93,10 @@ async def _run(options: PreloadOptions) -> int:
     with _private_dir(directory) as private:
         manifest = private / "manifest.yaml"
         # JSON is YAML.
-        manifest.write_bytes(
-            msgspec.json.encode({"version": 1, "models": [_manifest_entry(engine, devices)]})
-        )
+        document: dict[str, Any] = {"version": 1, "models": [_manifest_entry(engine, devices)]}
+        if options.snapshots is not None:
+            document["snapshots"] = {"dir": str(options.snapshots.absolute())}
+        manifest.write_bytes(msgspec.json.encode(document))
         return await Command(
             options, _manifest_entry(engine, devices)["name"], devices, directory, private
         ).run(stop)
@@ -353,6 +356,8 @@ class Command:
         click.echo(
             f"READY {self._model}: {ranks} on {', '.join(self._devices)}, sockets in {self._directory}"
         )
+        # To a manager above, such as that of a container; without one this does nothing.
+        sdnotify.SystemdNotifier().notify("READY=1")
 
     def _remove_sockets(self) -> None:
         """Remove the socket of a killed daemon, unless another daemon holds the lock."""

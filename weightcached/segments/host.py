@@ -8,11 +8,13 @@ unchanged, however a process maps them.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
@@ -23,9 +25,11 @@ from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd, close_all, is_seal
 if TYPE_CHECKING:
     import torch
 
-# Not in Python's mmap module. Without it, and with vm.overcommit_memory=2, the kernel would reserve
-# that much memory for each private mapping of the weights.
+# Not in Python's mmap module. Without MAP_NORESERVE, and with vm.overcommit_memory=2, the kernel
+# would reserve that much memory for each private mapping of the weights.
 _MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class HostSegment:
@@ -141,6 +145,28 @@ class HostMapping:
         """A writable copy of one segment in anonymous memory."""
         return HostCopy(self._at(segment, 0, 0))
 
+    def map_again(self, fds: Sequence[OwnedFd]) -> None:
+        """Adopt the descriptors (closing each) and put their segments, of the same sizes, in place
+        of this mapping's: all tensors keep their addresses. Pages that this process has written are
+        lost.
+
+        Raises SegmentError. If a descriptor cannot be adopted, the old mapping stays; after any
+        other error part of it has changed.
+        """
+        try:
+            if not self._maps:
+                raise SegmentError("the mapping of host segments is closed")
+            if len(fds) != len(self._maps):
+                raise SegmentError(
+                    f"{len(fds)} descriptors came for {len(self._maps)} mapped segments"
+                )
+            for number, (fd, there) in enumerate(zip(fds, self._maps, strict=True)):
+                _check_segment(number, fd.fileno(), len(there))
+            for number, (fd, there) in enumerate(zip(fds, self._maps, strict=True)):
+                _map_over(there, number, fd.fileno())
+        finally:
+            close_all(fds)
+
     def close(self) -> None:
         """Drop the mappings; each is unmapped when its last tensor is gone."""
         self._maps.clear()
@@ -204,6 +230,19 @@ class HostBackend:
 
 
 def _map_private(number: int, fd: int, nbytes: int) -> mmap.mmap:
+    _check_segment(number, fd, nbytes)
+    try:
+        # Python's mmap of a descriptor keeps a copy of it: the file would stay when another one is
+        # mapped over it.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        there = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as e:
+        raise SegmentError(f"segment {number} of {nbytes} bytes does not map: {e.strerror}") from e
+    _map_over(there, number, fd)
+    return there
+
+
+def _check_segment(number: int, fd: int, nbytes: int) -> None:
     if not is_sealed(fd):
         raise SegmentError(
             f"segment {number} is not a sealed memfd: its bytes could change under an engine"
@@ -211,12 +250,23 @@ def _map_private(number: int, fd: int, nbytes: int) -> mmap.mmap:
     held = os.fstat(fd).st_size
     if held != nbytes:
         raise SegmentError(f"segment {number} holds {held} bytes, its index says {nbytes}")
-    try:
-        return mmap.mmap(
-            fd,
-            nbytes,
-            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        )
-    except OSError as e:
-        raise SegmentError(f"segment {number} of {nbytes} bytes does not map: {e.strerror}") from e
+
+
+def _map_over(there: mmap.mmap, number: int, fd: int) -> None:
+    """Map the file where another mapping of its size is, which the kernel takes away in the same
+    step."""
+    nbytes = len(there)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(there))
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    if _libc_mmap()(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) == _MAP_FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        raise SegmentError(f"segment {number} of {nbytes} bytes does not map: {reason}")
+
+
+@functools.cache
+def _libc_mmap() -> Callable[..., int | None]:
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    size, number, pointer = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+    call.argtypes = (pointer, size, number, number, number, ctypes.c_int64)
+    return call

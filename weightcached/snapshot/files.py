@@ -273,14 +273,41 @@ def open_private(path: Path) -> OwnedFd:
         return _open_file(directory, path.parent, path.name)
 
 
+def remove_snapshot(path: Path) -> None:
+    """Remove a snapshot. Cut short, what is left is a leftover. Raises OSError."""
+    hidden = path.with_name(f".{os.urandom(8).hex()}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
 def remove_leftovers(directory: Path) -> int:
     """Remove the remains of dead writers in a cache's directory. Returns their number."""
     removed = 0
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            if entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+            if entry.is_dir(follow_symlinks=False) and _is_leftover(entry):
                 removed += _remove_unlocked(entry.path)
     return removed
+
+
+def sweep(root: Path, device: str) -> int:
+    """Remove the remains of dead writers of one device, also of caches that nobody writes any more.
+
+    Returns their number.
+    """
+    removed = 0
+    with suppress(OSError), os.scandir(root / device) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                removed += remove_leftovers(Path(entry.path))
+    return removed
+
+
+def _is_leftover(entry: os.DirEntry[str]) -> bool:
+    # A snapshot has its name only once it is complete. Without a file it cannot be used any more.
+    return entry.name.startswith(".") or not all(
+        os.path.lexists(os.path.join(entry.path, name)) for name in _NAMES
+    )
 
 
 def _remove_unlocked(path: str) -> bool:

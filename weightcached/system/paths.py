@@ -22,6 +22,7 @@ from weightcached.errors import (
     RuntimePathError,
     WeightCacheUnavailableError,
 )
+from weightcached.system.container import in_container, is_unmapped
 
 # sun_path holds 108 bytes with the terminating zero (unix(7)).
 SOCKET_PATH_MAX_BYTES = 107
@@ -65,11 +66,16 @@ def runtime_dir() -> Path:
             f"XDG_RUNTIME_DIR is {base!r}: it must be an absolute path, as systemd sets it"
         )
     if not Path(base).is_dir():
-        raise RuntimePathError(
-            f"the runtime directory {base} does not exist: log in through a session that systemd-logind opens, "
-            f"or run 'loginctl enable-linger {os.getuid()}', or set XDG_RUNTIME_DIR, or name the directory of "
-            "the sockets: --socket-dir"
+        way = (
+            "log in through a session that systemd-logind opens, or run 'loginctl enable-linger "
+            f"{os.getuid()}', or set XDG_RUNTIME_DIR, or name the directory of the sockets: --socket-dir"
         )
+        if in_container():
+            way = (
+                "this is a container: mount the directory of the daemon's sockets, and set XDG_RUNTIME_DIR to the one "
+                "above it, or name it: --socket-dir, or socket_dir of the engine's loader options (docs/containers.md)"
+            )
+        raise RuntimePathError(f"the runtime directory {base} does not exist: {way}")
     return Path(base) / "weightcached"
 
 
@@ -108,6 +114,12 @@ def check_private_dir(directory: Path) -> None:
         )
     if not stat.S_ISDIR(info.st_mode):
         raise RuntimePathError(f"runtime directory {directory} is not a directory: move it away")
+    if is_unmapped(info.st_uid):
+        raise RuntimePathError(
+            f"runtime directory {directory} belongs to a user that this user namespace does not have (shown as uid "
+            f"{info.st_uid}), expected uid {os.getuid()}: start the container with that user in it, as 'podman run "
+            "--userns=keep-id' does (docs/containers.md)"
+        )
     if info.st_uid != os.getuid():
         raise RuntimePathError(
             f"runtime directory {directory} belongs to uid {info.st_uid}, expected {os.getuid()}: "
@@ -156,9 +168,18 @@ def check_socket(path: Path) -> None:
         f"no weightcached daemon listens on {path}: systemctl --user start weightcached@{path.stem}.service",
         code="no-daemon",
     )
-    if not os.path.lexists(path.parent) or not os.path.lexists(path):
+    if not os.path.lexists(path.parent):
+        if in_container():
+            way = (
+                f"mount the directory of the daemon's socket at {path.parent} (docs/containers.md)"
+            )
+            text = f"no weightcached daemon listens on {path}: in this container, {way}"
+            raise WeightCacheUnavailableError(text, code="no-daemon")
         raise absent
+    # First: in another user's directory a socket that is there cannot be seen.
     check_private_dir(path.parent)
+    if not os.path.lexists(path):
+        raise absent
     try:
         info = os.lstat(path)
     except FileNotFoundError as e:

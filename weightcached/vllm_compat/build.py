@@ -208,6 +208,18 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
+def of_all_ranks(value: str) -> list[str]:
+    """What each rank says, in one small collective, none for a single rank."""
+    from vllm.distributed import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [value]
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return [str(each) for each in found]
+
+
 def all_ranks(ok: bool, role: str) -> bool:
     """Whether every rank says yes; one small collective, none for a single rank."""
     from vllm.distributed import get_tp_group, get_world_group

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 import socket
+import time
 import weakref
 from collections.abc import AsyncIterator, Coroutine
 from multiprocessing import util
@@ -24,13 +25,15 @@ from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.errors import EngineError
 from weightcached.system.gpus import free_bytes
 from weightcached.system.process import holds_file
-from weightcached.vllm_compat import parked_start, serve_arguments
+from weightcached.vllm_compat import live, parked_start, serve_arguments
 from weightcached.wire.engine_job import Activity, Job, say_error
 
 log = logging.getLogger("vllm.weightcached")
 
 _CLOSE = (b"connection", b"close")
 _POLL_S = 0.005
+# vLLM's names. pause_generation() would answer new requests with an error.
+_PAUSE_MODES = {"drain": "wait", "abort": "abort"}
 # Contexts of other processes differ by so much from one start to the next.
 _SLACK_BYTES = 64 << 20
 # Modules that a GPU engine imports after its start; imported here, each fork has them.
@@ -329,6 +332,42 @@ class VllmEngine:
         if self._sleeps and not self._asleep:
             await self._client.sleep(level=1)
             self._asleep = True
+
+    async def swap(self, *, on_swap: str, drain_s: float) -> dict[str, Any]:
+        said = await self._client.collective_rpc(live.PREPARE)
+        refused = [each for each in said if each["reason"]]
+        # Of the ranks' reasons, one that says more than that it is another rank's.
+        refused.sort(key=lambda each: each["code"] == "another-rank")
+        if refused:
+            return {"outcome": "left", "reason": refused[0]["reason"], "code": refused[0]["code"]}
+        if not any(each["newer"] for each in said):
+            return {"outcome": "unchanged"}
+        if self._asleep:
+            # Its scheduler is paused already, and stays so.
+            return await self._swap_now()
+        began_s = time.monotonic()
+        core = self._client.engine_core
+        try:
+            async with asyncio.timeout(drain_s):
+                await core.pause_scheduler_async(_PAUSE_MODES[on_swap], False)
+            drained_s = time.monotonic()
+            done = await self._swap_now()
+        except TimeoutError:
+            await self._client.collective_rpc(live.PREPARE, kwargs={"cancel": True})
+            reason = f"its requests did not end within {drain_s:g} s (drain_s)"
+            return {"outcome": "left", "reason": reason, "code": "timeout"}
+        finally:
+            await core.resume_scheduler_async()
+        pause_s = time.monotonic() - drained_s
+        return {**done, "drain_s": drained_s - began_s, "pause_s": pause_s}
+
+    async def _swap_now(self) -> dict[str, Any]:
+        try:
+            (done, *_) = await self._client.collective_rpc(live.SWAP)
+        except Exception as e:
+            return {"outcome": "left", "reason": str(e), "code": "swap-failed"}
+        generations = done["generations"]
+        return {"outcome": "swapped", "generation": max(generations.values(), default=0)}
 
     async def accept_on(self, sock: socket.socket) -> None:
         config = self._server.config

@@ -13,18 +13,23 @@ import functools
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
-from weightcached.errors import SharedWeightsError
-from weightcached.model import mapped
+from weightcached.errors import CacheConfigMismatchError, SharedWeightsError
+from weightcached.index.tensors import TensorIndex
+from weightcached.model import bind, mapped
+from weightcached.model.bind import Storages
 from weightcached.model.kv_scratch import KvPool, KvScratch
 from weightcached.segments.cuda_driver import Gpu
 from weightcached.vllm_compat import parked_start
 from weightcached.vllm_compat.build import gpu_of_worker
+from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.patching import wrap_once
 
 log = logging.getLogger("vllm.weightcached")
@@ -49,6 +54,8 @@ _kv_pool: KvPool | None = None
 def install(
     reload_weights: Callable[[Any], bool],
     *,
+    prepare_swap: Callable[..., dict[str, Any]],
+    swap: Callable[[Any], dict[str, Any]],
     on_started: Callable[[], None] = lambda: None,
     memory_kept: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> None:
@@ -56,7 +63,8 @@ def install(
     again is fine.
 
     `reload_weights` gets a worker whose weights shall be read again, and says whether it did that;
-    otherwise vLLM reads them from disk. `on_started` is called once a worker has measured memory,
+    otherwise vLLM reads them from disk. `prepare_swap` and `swap` become methods of workers, to be
+    called by collective_rpc(). `on_started` is called once a worker has measured memory,
     taken its KV cache and captured its graphs; within `memory_kept` it sleeps and wakes.
     """
     module = sys.modules.get("vllm.v1.worker.gpu_worker")
@@ -75,6 +83,9 @@ def install(
     wrap_once(worker, "reload_weights", lambda original: _reload(original, reload_weights))
     for name in _WRITERS:
         wrap_once(worker, name, _refusing)
+    if worker is not None:
+        worker.weightcached_prepare_swap = prepare_swap
+        worker.weightcached_swap = swap
 
 
 def models_of(worker: Any) -> list[nn.Module]:
@@ -208,6 +219,15 @@ def _warm_up(original: Any) -> Any:
 
 def _refuse_to_execute(*arguments: Any, **named: Any) -> Any:
     raise RuntimeError("this engine is parked: wake_up() comes before its first request")
+
+
+def refuse_steps(worker: Any, reason: str) -> None:
+    """Let no request be computed any more: the next one ends the engine."""
+
+    def execute_model(*arguments: Any, **named: Any) -> Any:
+        raise RuntimeError(reason)
+
+    worker.execute_model = execute_model
 
 
 def _memory_pool(original: Any) -> Any:
@@ -348,6 +368,45 @@ def _writable(models: list[nn.Module]) -> Iterator[None]:
         for model, refusal in refusals:
             if refusal is not None:
                 object.__setattr__(model, "load_weights", refusal)
+
+
+def check_rebinds(worker: Any) -> None:
+    """Raises CacheConfigMismatchError if other weights cannot be brought into this worker's models."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and getattr(worker.vllm_config, "lora_config", None) is not None:
+        # Its layers wrap those that the index names.
+        raise CacheConfigMismatchError(
+            "enable_lora on the CPU: a running engine cannot take other weights; restart it",
+            code="not-live",
+        )
+
+
+def rebinder(
+    model: nn.Module, vllm_config: Any, model_config: Any, storages: Storages
+) -> Callable[[TensorIndex], None] | None:
+    """Brings other weights of a mapping into the model's own results of post-processing, where it
+    has any: on the CPU all layers may have packed copies.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    # The model would never be freed: what it refers to refers to this function.
+    of = weakref.ref(model)
+
+    def rebind(index: TensorIndex) -> None:
+        if (model := of()) is None:
+            return
+        device = torch.device("cpu")
+        with set_current_vllm_config(vllm_config):
+            bind.Binder(model, index, storages).attach(
+                PostProcessing(model_config, device, stage=index.stage)
+            )
+        settle_for_reloads(model, device)
+
+    return rebind
 
 
 def reset_caches(worker: Any) -> None:

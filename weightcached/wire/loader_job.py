@@ -30,7 +30,8 @@ class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensor ranks.
 
     Without `rendezvous` the rank is loaded alone. `waits`: another load has the device; this child
-    imports and configures meanwhile, and waits for its turn.
+    imports and configures meanwhile, and waits for its turn. `label`: the operator's name for the
+    weights.
     """
 
     device: str
@@ -46,6 +47,7 @@ class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     boot_id: str
     socket_fd: int
     waits: bool = False
+    label: str = ""
 
 
 def encode_job(job: LoaderJob) -> bytes:

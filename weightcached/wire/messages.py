@@ -26,6 +26,7 @@ Count = Annotated[int, Meta(ge=0)]
 Role = Literal["target", "draft"]
 Source = Literal["loaded", "adopted", "restored"]
 CacheState = Literal["loading", "ready", "failed", "released", "evicted"]
+LoadFrom = Literal["", "checkpoint", "snapshot"]
 Residence = Literal["always", "on-demand"]
 
 
@@ -58,12 +59,14 @@ class Attach(Message, frozen=True):
 
     With `wait`, a matching cache that is still loading is answered by Loading again and again until
     it is final. With identity `sampled`, equal samples of the checkpoints are enough for this
-    engine.
+    engine. With `cache`, a running engine asks for the newest generation of the cache that it maps,
+    from whatever checkpoint that was made: all of the key but the checkpoint must be equal.
     """
 
     key: WeightCacheKey
     wait: bool = True
     identity: Literal["full", "sampled"] = "full"
+    cache: Annotated[str, Meta(max_length=300)] = ""
 
 
 class Memory(Message, frozen=True):
@@ -118,12 +121,14 @@ class Reload(Message, frozen=True):
     With `force`, load unchanged caches too. `caches` limits it to names like "llama-8b/target", or
     "llama-8b" for all of a model's; empty means all. Unknown names are ignored, unless all are
     unknown. `along` comes from another rank of a group, which lost its generation: load with it,
-    and go on serving the own generation.
+    and go on serving the own generation. With `live` engines that run get the new generations, as
+    they do of models that the manifest says so of; also those of an earlier reload that they lack.
     """
 
     caches: Annotated[list[Name], Meta(max_length=1000)] = []
     force: bool = False
     along: bool = False
+    live: bool = False
 
 
 class Drop(Message, frozen=True):
@@ -314,11 +319,30 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
     note: Text = ""
 
 
+class SwapOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one engine of a live model.
+
+    engine: of a service, SERVICE/NUMBER, or as in EngineStatus.name. `unchanged`: it had the newest
+    weights; `restarting`: its service starts another one, because it cannot take them while it
+    runs; `left`: on its old generation; `unasked`: as well, and it is its program's to swap.
+    drain_s: how long requests took to end; pause_s: how long none was computed after that.
+    """
+
+    model: Name
+    engine: Name
+    outcome: Literal["swapped", "unchanged", "restarting", "left", "unasked"]
+    generation: Count = 0
+    drain_s: float = 0.0
+    pause_s: float = 0.0
+    reason: Text = ""
+
+
 class ReloadReply(Message, frozen=True):
     """The reload is over. With `error` the manifest was refused, and nothing has changed."""
 
     outcomes: list[CacheOutcome] = []
     error: Text = ""
+    swaps: list[SwapOutcome] = []
 
 
 class RollbackReply(Message, frozen=True):
@@ -354,6 +378,7 @@ class OldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     generation: Count
     bytes: Count
     engines: list[EngineStatus]
+    label: Text = ""
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,7 +389,10 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     "writing", "written", the reason why it could not be written, or "" if none is wanted, with
     `snapshot_bytes` of weights in it. `snapshot_use` says whether the last load used a snapshot,
     and why not. An evicted cache is loaded or restored when an engine asks for it.
-    `rolled_back_at`, in seconds since the epoch, is set while a rollback holds.
+    `rolled_back_at`, in seconds since the epoch, is set while a rollback holds. `load_from` is what
+    a load under way could take the weights from, once that is known: a fitting snapshot if there is
+    one.
+    `label` names the served weights; engines that run get new ones of a `live` cache.
     """
 
     name: Name
@@ -388,7 +416,10 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_use: Text = ""
     snapshot_bytes: Count = 0
     resident: Residence = "always"
+    label: Text = ""
+    live: bool = False
     rolled_back_at: float | None = None
+    load_from: LoadFrom = ""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):

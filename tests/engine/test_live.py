@@ -1,0 +1,115 @@
+"""New weights under a running engine: real vLLM on the CPU, host segments mapped at the same addresses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import READY_TIMEOUT_S, Engines, Service
+from tests.engine.test_end_to_end import UNIT, entry
+from tests.fakes.daemon import loaders_of, until
+
+BF16: dict[str, Any] = {"dtype": "bfloat16"}
+SWAPS = 20
+
+
+@pytest.fixture(scope="module")
+def answers(engines: Engines, models: dict[str, Path]) -> dict[str, Any]:
+    """The tokens of both fine-tunes, from disk."""
+    found = {name: engines.tokens(models[name], **BF16) for name in ("untied", "tuned")}
+    assert found["untied"] != found["tuned"]
+    return found
+
+
+def write(service: Service, model: Path) -> None:
+    snapshots = {"dir": str(service.manager.runtime_dir / "snapshots"), "keep": 2}
+    service.manifest(entry("m", model, "cpu0", **BF16), snapshots=snapshots)
+
+
+@pytest.fixture(scope="module")
+def mapped(
+    service: Service, engines: Engines, models: dict[str, Path], answers: Any
+) -> Iterator[Engines]:
+    """An engine that maps the first of the two."""
+    write(service, models["untied"])
+    service.ctl("start", "cpu0")
+    try:
+        tokens = engines.tokens(models["untied"], "ipc_cache", loader={"fallback": False}, **BF16)
+        assert tokens == answers["untied"]
+        yield engines
+        engines.ask(close=True)
+    finally:
+        service.ctl("stop", "cpu0", check=False)
+        service.manager.systemctl("reset-failed", UNIT.format("cpu0"), check=False)
+
+
+def test_each_swap_brings_the_tokens_of_its_generation(
+    service: Service, mapped: Engines, models: dict[str, Path], answers: dict[str, Any]
+) -> None:
+    nbytes = mapped.ask(call="mapped_bytes")["result"]
+    for number in range(2, SWAPS + 2):
+        name = ("untied", "tuned")[number % 2 == 0]
+        if number <= 3:
+            # From here on each is restored, which takes a tenth of the time of a load.
+            until(lambda: service.caches("cpu0")[0]["snapshot"] == "written", "a snapshot")
+        write(service, models[name])
+        service.ctl("reload")
+        said = mapped.ask(call="swap")["result"]
+        assert said["generations"] == {"m/target": number}
+        assert mapped.ask(again=True)["tokens"] == answers[name], f"generation {number}"
+        assert mapped.ask(call="mapped_generations")["result"] == said["generations"]
+    assert mapped.ask(call="mapped_bytes")["result"] == nbytes
+    # Nothing is left of the generations before.
+    (device,) = json.loads(service.ctl("status", "--json").stdout)["devices"]
+    assert device["old_generations"] == []
+    assert [e["generation"] for e in device["caches"][0]["engines"]] == [SWAPS + 1]
+    assert service.ctl("verify").returncode == 0
+
+
+def test_killed_daemon_and_loader_leave_the_engine_on_one_generation(
+    service: Service, mapped: Engines, models: dict[str, Path], answers: dict[str, Any]
+) -> None:
+    before = mapped.ask(call="mapped_generations")["result"]["m/target"]
+    name, other = ("untied", "tuned") if before % 2 else ("tuned", "untied")
+    assert mapped.ask(again=True)["tokens"] == answers[name]
+
+    # The loader dies, of weights that no snapshot has.
+    service.manifest(entry("m", models[other], "cpu0", **BF16, seed=1))
+    reload = threading.Thread(target=lambda: service.ctl("reload", check=False))
+    reload.start()
+    until(lambda: bool(loaders_of(service.pid("cpu0"))), "a loader", bound_s=READY_TIMEOUT_S)
+    for pid in loaders_of(service.pid("cpu0")):
+        os.kill(pid, signal.SIGKILL)
+    reload.join()
+    assert not mapped.ask(call="swap")["result"]["changed"]
+    assert mapped.ask(again=True)["tokens"] == answers[name]
+
+    # The daemon dies between the two steps of a swap: the engine has attached already.
+    write(service, models[other])
+    service.ctl("reload")
+    assert mapped.ask(call="prepare_swap")["result"]["newer"]
+    assert mapped.ask(call="mapped_generations")["result"] == {"m/target": before}
+    service.kill("cpu0")
+    newer = mapped.ask(call="swap")["result"]["generations"]["m/target"]
+    assert newer > before
+    assert mapped.ask(call="mapped_generations")["result"] == {"m/target": newer}
+    assert mapped.ask(again=True)["tokens"] == answers[other]
+    # The next daemon has the generation, and the engine's lease on it.
+    until(
+        lambda: [e["generation"] for e in service.caches("cpu0")[0]["engines"]] == [newer],
+        "the engine has rejoined",
+    )
+
+    # No daemon at all.
+    service.ctl("stop", "cpu0")
+    said = mapped.ask(call="swap")["result"]
+    assert said.startswith("WeightCacheUnavailableError: "), said
+    assert mapped.ask(call="mapped_generations")["result"] == {"m/target": newer}
+    assert mapped.ask(again=True)["tokens"] == answers[other]
