@@ -41,7 +41,9 @@ def register() -> None:
         init(self, *args, **kwargs)
         _time_workers(path)
         self.load_model = _timed_load(self.load_model, path, type(self))
-        self.get_external_weight_memory = _timed_query(self.get_external_weight_memory)
+        # vLLM 0.30 and 0.31 do not ask.
+        if hasattr(self, "get_external_weight_memory"):
+            self.get_external_weight_memory = _timed_query(self.get_external_weight_memory)
 
     vars(probing_init)["_weightcached_probe"] = True
     base_loader.BaseModelLoader.__init__ = probing_init

@@ -276,7 +276,8 @@ def generate(
     )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     # The cause stands above what follows from it.
-    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    said = (done.stdout + done.stderr).splitlines()
+    errors = [line for line in said if "Error: " in line]
     assert answers, "\n".join([*errors[:5], done.stderr[-3000:]])
     return json.loads(answers[0])["tokens"], done.stdout + done.stderr
 

@@ -51,6 +51,9 @@ def test_mapped_weights_are_read_again_and_never_written(
 
         answers = engines.ask(call="writes")["result"]
         for name, answer in answers.items():
+            if answer == f"NotImplementedError: Method '{name}' is not implemented.":
+                # An older vLLM has no such call.
+                continue
             said = (
                 "reload_weights() with weights of its own"
                 if name == "reload_weights"
