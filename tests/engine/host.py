@@ -235,7 +235,7 @@ def mapped_generations(llm: Any) -> dict[str, Any]:
 
 def generations_of_ranks(llm: Any) -> list[dict[str, Any]]:
     """mapped_generations() of each worker process."""
-    found: list[dict[str, Any]] = llm.collective_rpc(lambda worker: mapped_generations(worker))
+    found: list[dict[str, Any]] = llm.collective_rpc(mapped_generations)
     return found
 
 
