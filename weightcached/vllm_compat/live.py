@@ -20,6 +20,7 @@ log = logging.getLogger("vllm.weightcached")
 
 SWAP = "weightcached_swap"
 PREPARE = "weightcached_prepare_swap"
+LABELS = "weightcached_labels"
 
 
 def install() -> None:
@@ -71,6 +72,17 @@ def _forget_results(core: Any) -> None:
         )
     if hasattr(core.scheduler, "reset_encoder_cache"):
         core.scheduler.reset_encoder_cache()
+
+
+def name_weights(core: Any) -> None:
+    """Tell an engine that starts the label of the weights that it maps, if it maps any."""
+    if not hasattr(core, "set_weight_version"):
+        return
+    try:
+        _tell_version(core, [{"labels": core.model_executor.collective_rpc(LABELS)[0]}])
+    except Exception as e:
+        # Not worth an engine's start.
+        log.debug("cannot tell the label of the weights: %s", e)
 
 
 def _tell_version(core: Any, results: list[dict[str, Any]]) -> None:

@@ -85,6 +85,7 @@ def install(
     if worker is not None:
         worker.weightcached_prepare_swap = prepare_swap
         worker.weightcached_swap = swap
+        worker.weightcached_labels = labels_of
 
 
 def models_of(worker: Any) -> list[nn.Module]:
@@ -102,6 +103,11 @@ def mapped_of(worker: Any) -> list[mapped.MappedModel]:
     """The mappings of a worker's models."""
     found = [mapped.of(model) for model in models_of(worker)]
     return [each for each in found if each is not None]
+
+
+def labels_of(worker: Any) -> dict[str, str]:
+    """The label of each mapped generation, by cache."""
+    return {model.cache: model.index.label for model in mapped_of(worker)}
 
 
 def refuse_writes(model: nn.Module) -> None:
