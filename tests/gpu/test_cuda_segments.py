@@ -388,7 +388,7 @@ def test_captured_graph_reads_what_is_mapped_over_it_and_what_comes_back(
     )
     for fd in second:
         fd.close()
-    del weight, theirs, graph
+    del weight, theirs
     mapping.close()
 
 

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from weightcached.errors import EngineError
-from weightcached.vllm_compat import parked_start
+from weightcached.vllm_compat import guarded, parked_start
 from weightcached.vllm_compat.patching import wrap_once
 
 log = logging.getLogger("vllm.weightcached")
@@ -25,6 +25,7 @@ LABELS = "weightcached_labels"
 
 def install() -> None:
     """Patch the engine core, if this process has imported it. May be called again."""
+    guarded.install()
     core = sys.modules.get("vllm.v1.engine.core")
     wrap_once(getattr(core, "EngineCore", None), "collective_rpc", _collective_rpc)
 

@@ -26,7 +26,7 @@ from weightcached.model import bind, mapped
 from weightcached.model.bind import Storages
 from weightcached.model.kv_scratch import KvPool, KvScratch
 from weightcached.segments.cuda_driver import Gpu
-from weightcached.vllm_compat import parked_start
+from weightcached.vllm_compat import guarded, parked_start
 from weightcached.vllm_compat.build import gpu_of_worker
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.patching import wrap_once
@@ -86,6 +86,7 @@ def install(
         worker.weightcached_prepare_swap = prepare_swap
         worker.weightcached_swap = swap
         worker.weightcached_labels = labels_of
+        setattr(worker, guarded.CALL, guarded.call)
 
 
 def models_of(worker: Any) -> list[nn.Module]:
