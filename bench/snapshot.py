@@ -97,6 +97,9 @@ class Bench:
     def load(self) -> None:
         """The load by vLLM, and the snapshot."""
         self.figures["loaded: start to READY, s"] = self.start()
+        if self.cache().state != "ready":
+            # A daemon is ready without it, and tries again.
+            raise SystemExit(f"not loaded: {self.cache().error}")
         began_s = time.monotonic()
         until(
             lambda: self.cache().snapshot not in ("", "writing"),

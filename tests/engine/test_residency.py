@@ -4,12 +4,15 @@ other, restored from snapshots.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.engine.conftest import READY_TIMEOUT_S, Engines, Service
 from tests.engine.test_end_to_end import UNIT, entry
+from tests.fakes.client import Client
+from weightcached.wire.fetch import fetch_index
 
 # bfloat16 and float32; a budget for either, not for both.
 DTYPES = {"untied": "bfloat16", "tied": "float32"}
@@ -63,6 +66,18 @@ def test_tokens_are_those_from_disk_after_eviction_and_restore(
         engines.ask(close=True)
         assert cache(service, "untied")["source"] == "restored"
         assert service.ctl("verify").returncode == 0
+
+        # Another process maps it: there is no room for the other model.
+        directory = service.manager.runtime_dir / "weightcached"
+        key = fetch_index("cpu0", "untied/target", for_what="asked for", socket_dir=directory).key
+        with Client.welcome(directory / "cpu0.sock") as other:
+            other.attach(key).close()
+            engines.log()
+            tokens = engines.tokens(models["tied"], "ipc_cache", dtype=DTYPES["tied"])
+            assert tokens == disk["tied"]
+            (line,) = [x for x in engines.plugin_log() if x.startswith("loading from disk")]
+            assert "no room for tied/target: it needs" in line
+            assert f"(mapped by pid {os.getpid()})" in line
     finally:
         engines.ask(close=True)
         service.ctl("stop", "cpu0", check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import sys
 import time
@@ -32,9 +33,11 @@ from weightcached.wire.messages import (
     Progress,
     Ready,
     Refused,
+    Release,
     Reload,
     ReloadReply,
     Unmap,
+    Verify,
 )
 
 Launcher = Callable[..., DaemonProcess]
@@ -256,6 +259,58 @@ def test_a_load_that_turns_out_too_large_leaves_what_is_served(machine: Machine)
     machine.use("b")
 
 
+def test_always_resident_models_that_do_not_fit_are_tried_again(machine: Machine) -> None:
+    machine.manifest(budget=SIZE, changes={name: {"resident": None} for name in "ab"})
+    machine.daemon.start()
+    assert machine.states() == {"a": "ready", "b": "failed", "c": "evicted"}
+    assert "a/target 3.0 MiB (always resident)" in machine.cache("b").error
+    assert machine.cache("b").retry_at is not None
+    # Its load showed how large it is: it is not loaded in vain again.
+    machine.daemon.until(lambda s: "no room" in s.caches[1].error and machine.loads("b") == 1, "b")
+    with machine.daemon.client("ctl") as tool:
+        tool.expect(Drop(cache="a/target"), Done)
+    until(lambda: machine.cache("b").state == "ready", "the next attempt")
+
+
+def test_a_reload_tries_again_what_had_no_room_before(machine: Machine) -> None:
+    """It may be smaller by now."""
+    always = {name: {"resident": None} for name in "ab"}
+    machine.manifest(budget=2 * SIZE - 1, changes=always)
+    machine.daemon.start()
+    assert machine.cache("b").state == "failed"
+    write_checkpoint(machine.checkpoints["b"], seed=2, nbytes=SIZE - MIB)
+    assert machine.reload()["b"].outcome == "loaded"
+    assert machine.states() == {"a": "ready", "b": "ready", "c": "evicted"}
+
+
+def test_a_lower_budget_evicts_at_once(machine: Machine) -> None:
+    machine.daemon.start()
+    for name in "ab":
+        machine.use(name)
+        machine.written(name)
+    machine.manifest(budget=SIZE)
+    machine.reload()
+    assert machine.states() == {"a": "evicted", "b": "ready", "c": "evicted"}
+
+
+def test_a_model_on_demand_comes_back_after_an_engine_has_copied_it(machine: Machine) -> None:
+    machine.daemon.start()
+    with machine.attach("a") as engine:
+        engine.client.expect(Release(), Done)
+        assert machine.cache("a").state == "evicted"
+    machine.use("a")
+
+
+def test_an_evicted_model_says_how_it_is_brought_back(machine: Machine) -> None:
+    machine.daemon.start()
+    with machine.daemon.client("ctl") as tool:
+        refused = tool.expect(Verify(cache="a/target"), Refused)
+    assert refused == Refused(
+        code="evicted",
+        message="a/target is evicted: 'weightcachectl reload --cache a/target' brings it back",
+    )
+
+
 def test_what_is_always_resident_is_never_evicted_for_others(machine: Machine) -> None:
     machine.manifest(changes={"a": {"resident": None}, "b": {"resident": None}})
     machine.daemon.start()
@@ -282,6 +337,7 @@ def test_a_restart_keeps_what_is_resident_and_knows_the_snapshots_of_the_rest(
     machine.daemon.launch(keep_store=True).notified("READY=1")
     assert machine.states() == {"a": "evicted", "b": "ready", "c": "evicted"}
     assert machine.cache("a").snapshot_bytes == SIZE
+    assert machine.cache("a").snapshot_use.startswith(f"to be used: {machine.snapshots}/")
     # Told at once that nothing here is its own, by the key in the snapshot.
     with machine.daemon.client() as client:
         answer = client.ask(Attach(key=machine.key("a", dtype="float16")))
@@ -291,6 +347,7 @@ def test_a_restart_keeps_what_is_resident_and_knows_the_snapshots_of_the_rest(
         assert isinstance(answer, Mismatch), answer
     machine.use("a")
     assert [machine.loads(name) for name in "ab"] == [1, 1]
+    assert machine.cache("a").snapshot_use.startswith("used: ")
 
 
 def test_reload_leaves_on_demand_models_alone_unless_they_are_named(machine: Machine) -> None:
@@ -548,3 +605,58 @@ def test_kill_while_one_is_restored_costs_nothing_that_is_served(
     if whom == "daemon":
         assert machine.loads("b") == 1
         assert sorted(machine.snapshots.rglob("*")) == files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_use_never_exceeds_the_budget_nor_hands_out_other_bytes(
+    make_daemon: Launcher, short_tmp: Path, seed: int
+) -> None:
+    machine = Machine(make_daemon([]), short_tmp, "abcde")
+    chance = random.Random(seed)
+    budget = 2 * SIZE + SIZE // 2
+    machine.manifest(budget=budget, changes={"e": {"idle_evict_s": 0.1}})
+    machine.daemon.start()
+    attached: dict[str, Engine] = {}
+
+    def attach() -> None:
+        name = chance.choice("abcde")
+        # A third one finds no room.
+        if len(attached) < 2 and name not in attached:
+            attached[name] = machine.attach(name)
+
+    def leave() -> None:
+        if attached:
+            attached.pop(chance.choice(sorted(attached))).__exit__()
+
+    def evict() -> None:
+        name = chance.choice("abcde")
+        reply = machine.evict(name)
+        # It may be mapped, loading, or being written.
+        assert reply == Done() or reply.code in ("in-use", "loading", "busy")  # type: ignore[union-attr]
+
+    def reload() -> None:
+        assert not any(o.error for o in machine.reload().values())
+
+    def kill() -> None:
+        machine.daemon.signal(signal.SIGKILL)
+        machine.daemon.wait()
+        for name in list(attached):
+            attached.pop(name).__exit__()
+        machine.daemon.launch(keep_store=True).notified("READY=1")
+
+    operations = {attach: 10, leave: 6, evict: 4, reload: 2, kill: 1}
+    for _ in range(50):
+        (operation,) = chance.choices(list(operations), list(operations.values()))
+        operation()
+        status = machine.daemon.status()
+        assert sum(cache.bytes for cache in status.caches) <= budget
+        for name, engine in attached.items():
+            assert engine.weights() == (machine.checkpoints[name] / WEIGHTS).read_bytes()
+            assert machine.cache(name).state == "ready"
+    while attached:
+        leave()
+    assert "Traceback" not in machine.daemon.log
+    for name in "abcde":
+        machine.use(name)
+        assert machine.loads(name) <= 2

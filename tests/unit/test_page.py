@@ -7,6 +7,7 @@ import hashlib
 import re
 import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -112,6 +113,25 @@ def test_caches_stand_with_state_size_engines_and_what_happened(parsed: Parsed) 
         "restores 3 (1.8 s on average), mismatches 2 (dtype 2)"
     ) in parsed.text
     assert "loads from disk 1 (no-room 1), adoptions 3" in parsed.text
+
+
+def test_label_and_rollback_of_the_served_weights_are_shown(scene: Scene) -> None:
+    rolled = cache(
+        "tiny/target", engines=[], label="v7", live=True, rolled_back_at=time.time() - 600
+    )
+    scene.replies["cpu0"] = status("cpu0", rolled)
+    with scene.running():
+        parsed = Parsed(page_of(scene.node))
+    assert parsed.row("tiny/target")[5] == "'v7', loaded in 12 s, rolled back 10 min ago, live|"
+
+
+def test_style_and_script_are_in_the_package() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["weightcached.exporter"]
+    others = [p for p in (root / "weightcached/exporter").glob("*.*") if p.suffix != ".py"]
+    assert len(others) == 2
+    assert all(any(p.match(pattern) for pattern in patterns) for p in others)
 
 
 def test_bar_divides_the_devices_memory(parsed: Parsed) -> None:

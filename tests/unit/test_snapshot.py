@@ -34,6 +34,7 @@ from weightcached.snapshot.files import (
     open_snapshot,
     remove_leftovers,
 )
+from weightcached.snapshot.rollback import RolledBack, inputs_of, write_rollback
 from weightcached.snapshot.writer import WriterJob
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
@@ -490,6 +491,19 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     old, new = with_data(tmp_path, "b", 1000, 1.0), with_data(tmp_path, "c", 1000, 2.0)
     writer._make_room(tmp_path, tmp_path, 900, a_job(tmp_path, max_bytes=2000))
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_what_a_rollback_went_back_to_makes_no_room(tmp_path: Path) -> None:
+    old, new = with_data(tmp_path, "b", 1000, 1.0), with_data(tmp_path, "c", 1000, 2.0)
+    for directory in (tmp_path, old.parent.parent, old.parent):
+        directory.chmod(0o700)
+    note = RolledBack(to=old.name, at=1.0, spec_digest="", replaced=inputs_of(an_index()))
+    write_rollback(old.parent, note)
+    writer._make_room(tmp_path, tmp_path, 900, a_job(tmp_path, max_bytes=2000))
+    assert (old.exists(), new.exists()) == (True, False)
+    with pytest.raises(SnapshotError, match="no room for a snapshot of 1100 bytes"):
+        writer._make_room(tmp_path, tmp_path, 1100, a_job(tmp_path, max_bytes=2000))
+    assert old.exists()
 
 
 def test_a_full_file_system_is_said_before_anything_is_written(tmp_path: Path) -> None:

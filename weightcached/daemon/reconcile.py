@@ -64,6 +64,8 @@ _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
 # How often a rank looks for peers that have restored theirs, or had it all along.
 _PEERS_PERIOD_S = 2.0
+# How long a load waits for memory that was given up before.
+_FREEING_S = 5.0
 # How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
 _IDLE_LOOK_S = 0.25
 
@@ -274,7 +276,8 @@ class Reconciler:
                 kept = [self._keep_unchanged(want) for want in todo.unchanged]
                 for want in todo.load:
                     self.retries.settled(want.name)
-                    self._queue(want)
+                    # It may be of another size by now.
+                    self._queue(want).last_nbytes = 0
                 kept += [self._offer(want) for want in todo.offer]
                 self._wanted = {want.name: want for want in wanted}
                 outcomes = [await self._drop(name) for name in todo.drop] + kept
@@ -286,6 +289,8 @@ class Reconciler:
             self._caches.changed.fire()
             # A forced reload distrusts the snapshots too.
             outcomes += await self._load_all(todo.load, None if force else look)
+            # The budget may be another one.
+            await self._residency.make_room(None, 0, self.evict)
             if along:
                 await self._load_along(todo.unchanged)
             return outcomes
@@ -326,6 +331,7 @@ class Reconciler:
         the checkpoint.
         """
         path = await self._snapshots.find(want, look.reason)
+        self._snapshots.offered(want.name)
         checkpoint = await asyncio.to_thread(_checkpoint_of, want)
         kept, cache = self._snapshots.kept(want.name), self._caches.get(want.name)
         if cache is not None and cache.state == "evicted":
@@ -485,13 +491,14 @@ class Reconciler:
         cache.live = want.spec.live
         return cache
 
-    def _queue(self, want: Wanted) -> None:
+    def _queue(self, want: Wanted) -> Cache:
         cache = self._ensure(want)
         cache.checkpoint = None
         cache.begin_load()
         looking = asyncio.create_task(self._look_at_checkpoint(cache, want))
         self._looking.add(looking)
         looking.add_done_callback(self._looking.discard)
+        return cache
 
     async def _look_at_checkpoint(self, cache: Cache, want: Wanted) -> None:
         """Find loads that an engine must not wait for: those of other weights than its own."""
@@ -542,6 +549,9 @@ class Reconciler:
         The served generation of the same cache goes last, if it can be restored: it is returned.
         Raises NoRoomError, but only for a size that is known.
         """
+        if self._residency.budget and self._freeing:
+            # No engine measures memory now, so that these end.
+            await asyncio.wait(self._freeing, timeout=_FREEING_S)
         old = cache.generation
         nbytes = old.nbytes if old else cache.last_nbytes or _estimated_bytes(cache, want)
         if await self._residency.make_room(cache, nbytes, self.evict):

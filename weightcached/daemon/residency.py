@@ -72,7 +72,7 @@ class Residency:
         return cache.generation is not None and bool(self._leases.on(cache.generation))
 
     async def make_room(
-        self, cache: Cache, nbytes: int, evict: Callable[[Cache], Awaitable[None]]
+        self, cache: Cache | None, nbytes: int, evict: Callable[[Cache], Awaitable[None]]
     ) -> bool:
         """Evict others until `nbytes` of `cache` fit beside what is held; whether they do.
 
@@ -93,7 +93,8 @@ class Residency:
             if self._leases.on(generation) or not self.is_idle(victim):
                 kept.add(victim)
             elif victim.generation is generation:
-                log.info("evicted for another cache=%s for=%s", victim.name, cache.name)
+                wanted = cache.name if cache else "a lower budget"
+                log.info("evicted for room cache=%s for=%s", victim.name, wanted)
                 await evict(victim)
         return True
 
