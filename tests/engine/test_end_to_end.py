@@ -214,6 +214,12 @@ def test_manifest_faults_at_reload_leave_the_model_served(
         failed = service.ctl("reload", "cpu0", check=False)
         assert failed.returncode == 1
         assert "engine argument 'no_such_argument'" in failed.stdout + failed.stderr
+        service.manifest(entry("m", models["untied"], "cpu0", quantization="bitsandbytes"))
+        failed = service.ctl("reload", "cpu0", check=False)
+        assert failed.returncode == 1
+        refused = "vLLM refuses the engine arguments: "
+        assert refused in failed.stdout + failed.stderr
+        assert "Unknown quantization method: bitsandbytes" in failed.stdout + failed.stderr
         assert engines.tokens(models["untied"], "ipc_cache", loader={"fallback": False}) == disk
 
 
@@ -269,7 +275,9 @@ def generate(
         timeout=ANSWER_TIMEOUT_S,
     )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert answers, done.stderr[-3000:]
+    # The cause stands above what follows from it.
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    assert answers, "\n".join([*errors[:5], done.stderr[-3000:]])
     return json.loads(answers[0])["tokens"], done.stdout + done.stderr
 
 

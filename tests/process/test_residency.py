@@ -272,6 +272,17 @@ def test_always_resident_models_that_do_not_fit_are_tried_again(machine: Machine
     until(lambda: machine.cache("b").state == "ready", "the next attempt")
 
 
+def test_a_reload_tries_again_what_had_no_room_before(machine: Machine) -> None:
+    """It may be smaller by now."""
+    always = {name: {"resident": None} for name in "ab"}
+    machine.manifest(budget=2 * SIZE - 1, changes=always)
+    machine.daemon.start()
+    assert machine.cache("b").state == "failed"
+    write_checkpoint(machine.checkpoints["b"], seed=2, nbytes=SIZE - MIB)
+    assert machine.reload()["b"].outcome == "loaded"
+    assert machine.states() == {"a": "ready", "b": "ready", "c": "evicted"}
+
+
 def test_a_lower_budget_evicts_at_once(machine: Machine) -> None:
     machine.daemon.start()
     for name in "ab":

@@ -276,7 +276,8 @@ class Reconciler:
                 kept = [self._keep_unchanged(want) for want in todo.unchanged]
                 for want in todo.load:
                     self.retries.settled(want.name)
-                    self._queue(want)
+                    # It may be of another size by now.
+                    self._queue(want).last_nbytes = 0
                 kept += [self._offer(want) for want in todo.offer]
                 self._wanted = {want.name: want for want in wanted}
                 outcomes = [await self._drop(name) for name in todo.drop] + kept
@@ -490,13 +491,14 @@ class Reconciler:
         cache.live = want.spec.live
         return cache
 
-    def _queue(self, want: Wanted) -> None:
+    def _queue(self, want: Wanted) -> Cache:
         cache = self._ensure(want)
         cache.checkpoint = None
         cache.begin_load()
         looking = asyncio.create_task(self._look_at_checkpoint(cache, want))
         self._looking.add(looking)
         looking.add_done_callback(self._looking.discard)
+        return cache
 
     async def _look_at_checkpoint(self, cache: Cache, want: Wanted) -> None:
         """Find loads that an engine must not wait for: those of other weights than its own."""
