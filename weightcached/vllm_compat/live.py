@@ -32,6 +32,8 @@ def install() -> None:
 
 def _collective_rpc(original: Any) -> Any:
     def collective_rpc(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        # The executor may have been imported after the plug-ins were loaded.
+        guarded.install()
         if method != SWAP:
             return original(self, method, *arguments, **named)
         _check_idle(self)

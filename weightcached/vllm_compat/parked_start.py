@@ -75,8 +75,10 @@ def _sleeping_loop(original: Any) -> Any:
 
 def _begin(core: Any) -> None:
     # It imports this module.
-    from weightcached.vllm_compat import live
+    from weightcached.vllm_compat import guarded, live
 
+    # By now the executor is imported, which sleep and wake call without the core.
+    guarded.install()
     if core.vllm_config.load_config.load_format in OWN_LOAD_FORMATS:
         live.name_weights(core)
     _fall_asleep(core)
