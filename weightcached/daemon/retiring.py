@@ -41,6 +41,7 @@ class Retirement:
         self._note_turn = asyncio.Lock()
 
     async def set_aside(self, generation: Generation | None, *, by: int | None = None) -> None:
+        """Free it, and have a restart leave alone what was dropped, evicted or released."""
         self._caches.changed.fire()
         # Noted first: a daemon that dies in between finds both, and frees the rest. To the end,
         # also if the peer that asked for it leaves meanwhile.
