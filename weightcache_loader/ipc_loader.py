@@ -165,13 +165,14 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
         caches = self._resident(vllm_config, reasons)
         # Not by own bytes: a generation also holds its private segment, which engines copy.
         mapped = {_generation_of(decision) for decision in found}
-        others = sum(c.nbytes for c in caches if (c.cache, c.generation) not in mapped)
+        reserved = budget.reserved_bytes(caches)
+        others = sum(c.nbytes for c in caches if (c.cache, c.generation) not in mapped) - reserved
         if parked_start.starts_parked(vllm_config):
             # Another engine has the device's memory now, and will give it back first.
-            return own + others
+            return own + others + reserved
         free, total = memory
         device = budget.DeviceBudget(total, free, vllm_config.cache_config.gpu_memory_utilization)
-        external = budget.external_bytes(device, own=own, others=others)
+        external = budget.external_bytes(device, own=own, others=others, reserved=reserved)
         self._tell_cost(vllm_config, found, caches, device, own, external)
         return external
 

@@ -19,6 +19,7 @@ EXIT_CONFIG = 78
 # Refusals of the daemon that need no class of their own.
 Refusal = Literal[
     "busy",
+    "evicted",
     "generation-gone",
     "in-use",
     "loading",

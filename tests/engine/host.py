@@ -170,6 +170,26 @@ def burst(llm: Any) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
+def images(llm: Any) -> list[list[int]]:
+    """What the model says to the same words with each of four images, one prompt after the other."""
+    from PIL import Image
+    from vllm import SamplingParams
+
+    config = llm.llm_engine.model_config.hf_config
+    side, token = config.vision_config.image_size, config.image_token_index
+    sampling = SamplingParams(max_tokens=16, temperature=0, detokenize=False, ignore_eos=True)
+    said = []
+    for shade in range(4):
+        pixels = bytes((x * (shade + 1) + shade * 60) % 256 for x in range(side * side * 3))
+        prompt = {
+            "prompt_token_ids": [token, *range(3, 11)],
+            "multi_modal_data": {"image": Image.frombytes("RGB", (side, side), pixels)},
+        }
+        (output,) = llm.generate([prompt], sampling, use_tqdm=False)
+        said.append(list(output.outputs[0].token_ids))
+    return said
+
+
 def speculation(llm: Any) -> dict[str, Any]:
     """Drafted and accepted tokens since the engine's start; needs disable_log_stats=False."""
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -201,12 +221,42 @@ def reload(llm: Any) -> str:
 
 
 def swap(llm: Any) -> Any:
-    """Have the workers map the newest weights; what they say, or the error's text."""
+    """Have the workers map the newest weights; what the first one says, or the error's text."""
     try:
-        (said,) = llm.collective_rpc("weightcached_swap")
+        said = llm.collective_rpc("weightcached_swap")
     except Exception as e:
         return f"{type(e).__name__}: {e}"
+    return said[0]
+
+
+def prepare_swap(llm: Any) -> Any:
+    (said,) = llm.collective_rpc("weightcached_prepare_swap")
     return said
+
+
+def mapped_generations(llm: Any) -> dict[str, Any]:
+    """By cache, the generation whose bytes are all mapped, by the digests in its index; "mixed" if
+    some differ.
+    """
+    import xxhash
+
+    from weightcached.model import mapped
+
+    found: dict[str, Any] = {}
+    for model in mapped.of_process():
+        mapping: Any = model._mapping
+        equal = all(
+            xxhash.xxh3_128(mapping.read(s.segment, s.offset_bytes, s.nbytes)).digest() == s.digest
+            for s in model.index.storages
+        )
+        found[model.cache] = model.ready.generation if equal else "mixed"
+    return found
+
+
+def generations_of_ranks(llm: Any) -> list[dict[str, Any]]:
+    """mapped_generations() of each worker process."""
+    found: list[dict[str, Any]] = llm.collective_rpc(mapped_generations)
+    return found
 
 
 def writes(llm: Any) -> dict[str, str]:
@@ -275,9 +325,11 @@ def tuning(llm: Any) -> dict[str, Any]:
 
 CALLS = {
     "tied_objects": tied_objects, "mapped_bytes": mapped_bytes, "reload_in_place": reload_in_place, "burst": burst,
+    "images": images,
     "speculation": speculation, "draft": draft, "kv_blocks": kv_blocks,
     "tuning": tuning, "reload": reload, "writes": writes, "sleeping": sleeping, "wake": wake,
-    "restore_devices": restore_devices, "swap": swap,
+    "restore_devices": restore_devices, "swap": swap, "prepare_swap": prepare_swap,
+    "mapped_generations": mapped_generations, "generations_of_ranks": generations_of_ranks,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ Reads one JSON question per line on standard input and answers with one line tha
     {"engine": {…}, "environment": {…}, "rank": 0, "bytes": true}   configure; the key's fields, the skeleton, and a
                                                                     digest of every loaded tensor
     {"multimodal": {…}}                                             the key's field for these multimodal options
-    {"counting": true}                                              vLLM's variables that count, as it lists them
+    {"counting": true}                                              vLLM's variables, and those that count
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
         from weightcached.vllm_compat.key import changes_layout
 
-        return {
-            "names": sorted(name for name in envs.environment_variables if changes_layout(name))
-        }
+        listed = sorted(envs.environment_variables)
+        return {"listed": listed, "names": [name for name in listed if changes_layout(name)]}
     if "multimodal" in question:
         from vllm.config import MultiModalConfig
 

@@ -214,6 +214,12 @@ def test_manifest_faults_at_reload_leave_the_model_served(
         failed = service.ctl("reload", "cpu0", check=False)
         assert failed.returncode == 1
         assert "engine argument 'no_such_argument'" in failed.stdout + failed.stderr
+        service.manifest(entry("m", models["untied"], "cpu0", quantization="bitsandbytes"))
+        failed = service.ctl("reload", "cpu0", check=False)
+        assert failed.returncode == 1
+        refused = "vLLM refuses the engine arguments: "
+        assert refused in failed.stdout + failed.stderr
+        assert "Unknown quantization method: bitsandbytes" in failed.stdout + failed.stderr
         assert engines.tokens(models["untied"], "ipc_cache", loader={"fallback": False}) == disk
 
 
@@ -269,26 +275,22 @@ def generate(
         timeout=ANSWER_TIMEOUT_S,
     )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert answers, done.stderr[-3000:]
+    # The cause stands above what follows from it.
+    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+    assert answers, "\n".join([*errors[:5], done.stderr[-3000:]])
     return json.loads(answers[0])["tokens"], done.stdout + done.stderr
 
 
-def test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot(
+def test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot_and_a_rollback(
     service: Service, engines: Engines, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """A stop frees the weights, as a reboot does; vLLM has no part in bringing them back."""
-    model = models["untied"]
+    model, keys = models["untied"], {"dir": str(tmp_path / "snapshots"), "keep": 2}
     disk = engines.tokens(model, dtype="bfloat16")
-    service.manifest(
-        entry("untied", model, "cpu0", dtype="bfloat16"),
-        snapshots={"dir": str(tmp_path / "snapshots")},
-    )
+    service.manifest(entry("untied", model, "cpu0", dtype="bfloat16"), snapshots=keys)
     try:
         service.ctl("start", "cpu0")
-        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
-        while service.caches("cpu0")[0]["snapshot"] != "written":
-            assert time.monotonic() < deadline_s, service.caches("cpu0")
-            time.sleep(0.2)
+        until_written(service)
         service.ctl("stop", "cpu0")
         service.ctl("start", "cpu0")
         (cache,) = service.caches("cpu0")
@@ -298,6 +300,29 @@ def test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot(
         )
         assert engines.ask(call="mapped_bytes")["result"] > 0
         assert "all digests equal" in service.ctl("verify", "untied/target").stdout
+        # Other weights, and back to these: across a stop and a start, too.
+        tuned = entry("untied", models["tuned"], "cpu0", dtype="bfloat16")
+        service.manifest(tuned, snapshots=keys)
+        service.ctl("reload", "cpu0")
+        until_written(service)
+        service.ctl("rollback", "untied")
+        assert "rolled back" in service.ctl("reload", "cpu0").stdout
+        service.ctl("stop", "cpu0")
+        service.ctl("start", "cpu0")
+        (cache,) = service.caches("cpu0")
+        assert (cache["source"], cache["state"]) == ("restored", "ready")
+        assert cache["rolled_back_at"] is not None
+        assert (
+            engines.tokens(model, "ipc_cache", loader={"fallback": False}, dtype="bfloat16") == disk
+        )
+        assert engines.ask(call="mapped_bytes")["result"] > 0
     finally:
         service.ctl("stop", "cpu0", check=False)
         service.manager.systemctl("reset-failed", UNIT.format("cpu0"), check=False)
+
+
+def until_written(service: Service) -> None:
+    deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+    while service.caches("cpu0")[0]["snapshot"] != "written":
+        assert time.monotonic() < deadline_s, service.caches("cpu0")
+        time.sleep(0.2)

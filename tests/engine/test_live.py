@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Engines, Service
+from tests.engine.conftest import READY_TIMEOUT_S, Engines, Service
 from tests.engine.test_end_to_end import UNIT, entry
-from tests.fakes.daemon import until
+from tests.fakes.daemon import loaders_of, until
 
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 SWAPS = 20
@@ -30,7 +33,7 @@ def write(service: Service, model: Path) -> None:
     service.manifest(entry("m", model, "cpu0", **BF16), snapshots=snapshots)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def mapped(
     service: Service, engines: Engines, models: dict[str, Path], answers: Any
 ) -> Iterator[Engines]:
@@ -61,9 +64,91 @@ def test_each_swap_brings_the_tokens_of_its_generation(
         said = mapped.ask(call="swap")["result"]
         assert said["generations"] == {"m/target": number}
         assert mapped.ask(again=True)["tokens"] == answers[name], f"generation {number}"
+        assert mapped.ask(call="mapped_generations")["result"] == said["generations"]
     assert mapped.ask(call="mapped_bytes")["result"] == nbytes
     # Nothing is left of the generations before.
     (device,) = json.loads(service.ctl("status", "--json").stdout)["devices"]
     assert device["old_generations"] == []
     assert [e["generation"] for e in device["caches"][0]["engines"]] == [SWAPS + 1]
     assert service.ctl("verify").returncode == 0
+
+
+def test_killed_daemon_and_loader_leave_the_engine_on_one_generation(
+    service: Service, mapped: Engines, models: dict[str, Path], answers: dict[str, Any]
+) -> None:
+    before = mapped.ask(call="mapped_generations")["result"]["m/target"]
+    name, other = ("untied", "tuned") if before % 2 else ("tuned", "untied")
+    assert mapped.ask(again=True)["tokens"] == answers[name]
+
+    # The loader dies, of weights that no snapshot has.
+    service.manifest(entry("m", models[other], "cpu0", **BF16, seed=1))
+    reload = threading.Thread(target=lambda: service.ctl("reload", check=False))
+    reload.start()
+    until(lambda: bool(loaders_of(service.pid("cpu0"))), "a loader", bound_s=READY_TIMEOUT_S)
+    for pid in loaders_of(service.pid("cpu0")):
+        os.kill(pid, signal.SIGKILL)
+    reload.join()
+    assert not mapped.ask(call="swap")["result"]["changed"]
+    assert mapped.ask(again=True)["tokens"] == answers[name]
+
+    # The daemon dies between the two steps of a swap: the engine has attached already.
+    write(service, models[other])
+    service.ctl("reload")
+    assert mapped.ask(call="prepare_swap")["result"]["newer"]
+    assert mapped.ask(call="mapped_generations")["result"] == {"m/target": before}
+    service.kill("cpu0")
+    newer = mapped.ask(call="swap")["result"]["generations"]["m/target"]
+    assert newer > before
+    assert mapped.ask(call="mapped_generations")["result"] == {"m/target": newer}
+    assert mapped.ask(again=True)["tokens"] == answers[other]
+    # The next daemon has the generation, and the engine's lease on it.
+    until(
+        lambda: [e["generation"] for e in service.caches("cpu0")[0]["engines"]] == [newer],
+        "the engine has rejoined",
+    )
+
+    # No daemon at all.
+    service.ctl("stop", "cpu0")
+    said = mapped.ask(call="swap")["result"]
+    assert said.startswith("WeightCacheUnavailableError: "), said
+    assert mapped.ask(call="mapped_generations")["result"] == {"m/target": newer}
+    assert mapped.ask(again=True)["tokens"] == answers[other]
+
+
+def test_ranks_swap_together_or_not_at_all(
+    service: Service, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two tensor parallel ranks with a daemon each."""
+    layout: dict[str, Any] = {"tensor_parallel_size": 2, **BF16}
+
+    def place(name: str) -> None:
+        service.manifest(entry("m", models[name], "cpu0", "cpu1", **layout))
+
+    place("untied")
+    # One core for each rank: left alone, vLLM wants a NUMA node for each.
+    engines = Engines(service.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, tmp_path / "log")
+    try:
+        service.ctl("start", "cpu0", "cpu1")
+        own = {"fallback": False}
+        before = engines.tokens(
+            models["untied"], "ipc_cache", loader=own, distributed_executor_backend="mp", **layout
+        )
+        place("tuned")
+        service.ctl("reload", "cpu0")
+        said = engines.ask(call="swap")["result"]
+        assert "of different checkpoints: wait until the newest is ready" in said, said
+        assert engines.ask(call="generations_of_ranks")["result"] == [{"m/target": 1}] * 2
+        assert engines.ask(again=True)["tokens"] == before
+
+        service.ctl("reload", "cpu1")
+        assert engines.ask(call="swap")["result"]["changed"]
+        assert engines.ask(call="generations_of_ranks")["result"] == [{"m/target": 2}] * 2
+        assert engines.ask(again=True)["tokens"] != before
+        assert [
+            [e["generation"] for e in service.caches(device)[0]["engines"]]
+            for device in ("cpu0", "cpu1")
+        ] == [[2], [2]]
+        engines.ask(close=True)
+    finally:
+        engines.close()
+        service.ctl("stop", "cpu0", "cpu1", check=False)

@@ -44,7 +44,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     from weightcached.vllm_compat import worker as vllm_worker
 
     world = World()
-    for name in ("suspend", "resume", "discard"):
+    # vLLM 0.30 has no discard.
+    for name in [n for n in ("suspend", "resume", "discard") if hasattr(CuMemBackend, n)]:
         monkeypatch.setattr(CuMemBackend, name, world.step(f"vLLM {name}"))
     model = world.model()
     monkeypatch.setattr(mapped, "of_process", lambda: iter([model]))
@@ -118,6 +119,10 @@ def test_no_rank_wakes_alone(world: World, backend: Any) -> None:
 def test_discard_gives_the_kv_cache_back_and_refuses_mapped_weights(
     world: World, backend: Any
 ) -> None:
+    from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+
+    if not hasattr(CuMemBackend, "discard"):
+        pytest.skip("this vLLM's sleep back ends discard nothing")
     backend.discard(("kv_cache",))
     assert world.notes == ["KV park", "vLLM discard"]
     with pytest.raises(RuntimeError, match="mapped weights cannot be discarded"):

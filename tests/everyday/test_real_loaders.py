@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import BIN, ENVIRONMENT
-from tests.fakes.daemon import DaemonProcess, model, until
+from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.fakes.drafts import Maker, Shape, write_llama
 from tests.process.test_host_faults import memory_cgroup
+from tests.process.test_snapshots import reload
+from weightcached.wire.fetch import fetch_index
 
 # They load with vLLM.
 pytestmark = pytest.mark.slow
@@ -77,6 +79,30 @@ def test_rank_that_lost_its_generation_meets_peers_that_have_theirs(
     assert (kept.generation, kept.state, kept.error) == (1, "ready", "")
     assert (new.source, new.state) == ("loaded", "ready")
     assert "loaded along cache=m/target" in ranks[0].log
+    # With snapshots both come back without each other, and without vLLM.
+    write_manifest(ranks[0].manifest, [entry], snapshots={"dir": str(ranks[0].directory / "kept")})
+    before = [digests(rank) for rank in ranks]
+    for rank in ranks:
+        with rank.client("ctl") as client:
+            reload(client)
+        rank.until(lambda status: status.caches[0].snapshot == "written", "its snapshot")
+    for rank in ranks:
+        rank.stop()
+    for rank in ranks:
+        rank.launch()
+    for rank in ranks:
+        rank.notified("READY=1")
+    assert [rank.status().caches[0].source for rank in ranks] == ["restored", "restored"]
+    assert [digests(rank) for rank in ranks] == before
+    assert before[0] != before[1]
+
+
+def digests(daemon: DaemonProcess) -> list[bytes]:
+    """Those of all storages that the daemon serves; they are in its index."""
+    index = fetch_index(
+        daemon.device, "m/target", for_what="compared", socket_dir=daemon.socket.parent
+    )
+    return [storage.digest for storage in index.storages]
 
 
 def write_large(directory: Path) -> Path:

@@ -224,6 +224,11 @@ def _cannot_prove(child: Child) -> None:
     sys.exit(78)
 
 
+def _find_no_room(child: Child) -> None:
+    child.send(LoaderFailed(code="out-of-memory", message="it needs 15.0 GiB, 2.0 GiB are free"))
+    sys.exit(1)
+
+
 # As the real loader's proof says it.
 REFUSAL = (
     "model.layers.3.mlp.experts.quant_method.kernel.workspace: missing (vllm.Method of model.layers.3.mlp.experts: "
@@ -241,6 +246,7 @@ FAULTS: dict[str, Callable[[Child], None]] = {
     "eat-memory": _eat_memory,
     "garbage": lambda child: send_packet(child.sock, b"\xff\xff garbage"),
     "refuse": _refuse,
+    "no-room": _find_no_room,
     "cannot-prove": _cannot_prove,
 }
 

@@ -227,7 +227,7 @@ class Lane:
             engine=self._arguments(result.model, "auto"), prompts=PROMPTS, tokens=TOKENS
         )
         result.disk_start_seconds = time.monotonic() - began
-        self._disk[result.model] = [answer["tokens"] for answer in answers]
+        self._disk[result.model] = self._said(result.model, answers)
         again = self._both(again=True)
         result.repeatable = all(
             a["tokens"] == b["tokens"] for a, b in zip(answers, again, strict=True)
@@ -235,6 +235,16 @@ class Lane:
         # Prompts that decode alike, or one token for ever, would hide wrong weights.
         result.distinct = len({token for tokens in answers[0]["tokens"] for token in tokens})
         self._both(close=True)
+
+    def _said(self, name: str, answers: list[dict[str, Any]]) -> list[Any]:
+        """Each engine's tokens, and what it says to images if the model takes any."""
+        said = [answer["tokens"] for answer in answers]
+        if not MODELS[name].images:
+            return said
+        return [
+            tokens + more["result"]
+            for tokens, more in zip(said, self._both(call="images"), strict=True)
+        ]
 
     def _await_load(self, result: Result) -> None:
         deadline_s = time.monotonic() + LOAD_TIMEOUT_S
@@ -288,10 +298,8 @@ class Lane:
             f"attached {result.model}/target generation 1" in seat.log for seat in self._seats
         ):
             raise StepError(f"the engine mapped something else: {self._seats[0].log[-_LOG_CHARS:]}")
-        equal = [
-            answer["tokens"] == disk
-            for answer, disk in zip(answers, self._disk[result.model], strict=True)
-        ]
+        said = self._said(result.model, answers)
+        equal = [a == b for a, b in zip(said, self._disk[result.model], strict=True)]
         result.tokens_equal, result.twin_tokens_equal = equal
         result.burst_tokens = self._seats[0].ask(call="burst")["result"]
         self._both(close=True)

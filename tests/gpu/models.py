@@ -20,13 +20,15 @@ LLAMA = {"hidden": 512, "intermediate": 1024, "layers": 2, "heads": 8, "kv_heads
 class Model(NamedTuple):
     """A checkpoint and how engines are started with it.
 
-    engine: arguments that also stand in the manifest; start: arguments of engines alone.
+    engine: arguments that also stand in the manifest; start: arguments of engines alone; images:
+    asked with images too.
     """
 
     architecture: str = "llama"
     quantization: str | None = None
     engine: dict[str, Any] = {}  # noqa: RUF012
     start: dict[str, Any] = {}  # noqa: RUF012
+    images: bool = False
 
 
 _MARLIN = {"linear_backend": "marlin"}
@@ -37,7 +39,7 @@ MODELS: dict[str, Model] = {
     "mla-fp8": Model("deepseek", "fp8-block"),
     "mxfp4": Model("gpt-oss", "mxfp4"),
     "mxfp4-marlin": Model("gpt-oss", "mxfp4", {"moe_backend": "marlin"}),
-    "vision": Model("llava", start={"skip_tokenizer_init": False}),
+    "vision": Model("llava", start={"skip_tokenizer_init": False}, images=True),
     "bf16": Model(),
     "fp8": Model("llama", "fp8"),
     "w4a16": Model("llama", "w4a16"),

@@ -25,7 +25,11 @@ ENGINE = {
     "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30, "max_model_len": 512, "max_num_seqs": 256,
     "max_num_batched_tokens": 2048, "enforce_eager": True,
 }  # fmt: skip
-ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
+# DeepGEMM compiles its kernels with CUDA's headers, which not every machine has: set it to 1 there.
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": os.environ.get("VLLM_USE_DEEP_GEMM", "0"),
+}
 # Three processes each, of which one is a loader child that is busy with vLLM's imports most of the
 # time.
 LANES = 6

@@ -37,6 +37,7 @@ from weightcached.wire.messages import (
     Attach,
     Done,
     Drop,
+    Evict,
     Loading,
     Ready,
     Refused,
@@ -253,6 +254,20 @@ class Soak:
                 reply = tool.ask(Drop(cache=CACHE))
                 assert isinstance(reply, Refused), reply
 
+    def evict(self) -> None:
+        """The next engine brings it back."""
+        if self.served is None:
+            return
+        while self.engines:
+            self.detach()
+        while self.processes:
+            self.kill_engine()
+        self.daemon.until(lambda s: not s.caches[0].engines, "the end of the leases")
+        with self.daemon.client("ctl") as tool:
+            tool.expect(Evict(cache=CACHE), Done)
+        self.attach()
+        self.loaded()
+
     def hostile_bytes(self) -> None:
         peer = fuzz.Peer(self.daemon.socket)
         for _ in range(200):
@@ -397,6 +412,7 @@ class Soak:
             self.faulty_reload: 2,
             self.release: 1,
             self.drop: 1,
+            self.evict: 2,
             self.refused_drop: 1,
             self.kill: 2,
             self.restart: 2,

@@ -153,6 +153,22 @@ def test_nobody_is_told_of_weights_that_could_not_be_loaded(scene: Scene) -> Non
     assert scene.daemon.status().caches[0].generation == 1
 
 
+def test_load_without_room_names_the_way_with_room_for_one(scene: Scene) -> None:
+    scene.start()
+    write_manifest(
+        scene.daemon.manifest,
+        [model("tiny", scene.new, x_fault="no-room-in-packing") | {"live": True}],
+    )
+    (outcome,) = scene.reload().outcomes
+    assert outcome.error == (
+        "it needs 15.0 GiB, 2.0 GiB are free; the present weights are served on. With room for one generation only: "
+        "'weightcachectl engine sleep' its service, 'weightcachectl drop tiny', reload or publish again, and wake the "
+        "service"
+    )
+    with scene.daemon.client() as engine:
+        scene.attach(engine, scene.old)
+
+
 @pytest.mark.parametrize("fault", ["error", "answer"])
 def test_service_that_does_not_answer_rightly_is_named(scene: Scene, fault: str) -> None:
     scene.start()
@@ -203,6 +219,10 @@ def test_published_checkpoint_is_the_models_also_for_the_next_daemon(scene: Scen
     document = scene.run("status", "--json").output
     (cache,) = json.loads(document[document.index("{") :])["devices"][0]["caches"]
     assert (cache["label"], cache["live"], cache["generation"]) == ("step 2", True, 2)
+    assert (
+        "cpu0 tiny/target 'step 2': 2 tensors, 3.0 MiB, all digests equal"
+        in scene.run("verify").output
+    )
     with scene.daemon.client() as engine:
         scene.attach(engine, scene.new)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 
 from tests.fakes.checkpoints import MIB, WEIGHTS, key_of, write_checkpoint
 from tests.fakes.client import Client, Handout
-from tests.fakes.daemon import DaemonProcess, until, write_manifest
+from tests.fakes.daemon import DaemonProcess, loaders_of, until, write_manifest
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import (
     Attach,
@@ -25,11 +29,15 @@ from weightcached.wire.messages import (
     HoldLoads,
     Loading,
     Mismatch,
+    Parked,
     Progress,
     Ready,
     Refused,
+    Release,
     Reload,
     ReloadReply,
+    Unmap,
+    Verify,
 )
 
 Launcher = Callable[..., DaemonProcess]
@@ -251,6 +259,58 @@ def test_a_load_that_turns_out_too_large_leaves_what_is_served(machine: Machine)
     machine.use("b")
 
 
+def test_always_resident_models_that_do_not_fit_are_tried_again(machine: Machine) -> None:
+    machine.manifest(budget=SIZE, changes={name: {"resident": None} for name in "ab"})
+    machine.daemon.start()
+    assert machine.states() == {"a": "ready", "b": "failed", "c": "evicted"}
+    assert "a/target 3.0 MiB (always resident)" in machine.cache("b").error
+    assert machine.cache("b").retry_at is not None
+    # Its load showed how large it is: it is not loaded in vain again.
+    machine.daemon.until(lambda s: "no room" in s.caches[1].error and machine.loads("b") == 1, "b")
+    with machine.daemon.client("ctl") as tool:
+        tool.expect(Drop(cache="a/target"), Done)
+    until(lambda: machine.cache("b").state == "ready", "the next attempt")
+
+
+def test_a_reload_tries_again_what_had_no_room_before(machine: Machine) -> None:
+    """It may be smaller by now."""
+    always = {name: {"resident": None} for name in "ab"}
+    machine.manifest(budget=2 * SIZE - 1, changes=always)
+    machine.daemon.start()
+    assert machine.cache("b").state == "failed"
+    write_checkpoint(machine.checkpoints["b"], seed=2, nbytes=SIZE - MIB)
+    assert machine.reload()["b"].outcome == "loaded"
+    assert machine.states() == {"a": "ready", "b": "ready", "c": "evicted"}
+
+
+def test_a_lower_budget_evicts_at_once(machine: Machine) -> None:
+    machine.daemon.start()
+    for name in "ab":
+        machine.use(name)
+        machine.written(name)
+    machine.manifest(budget=SIZE)
+    machine.reload()
+    assert machine.states() == {"a": "evicted", "b": "ready", "c": "evicted"}
+
+
+def test_a_model_on_demand_comes_back_after_an_engine_has_copied_it(machine: Machine) -> None:
+    machine.daemon.start()
+    with machine.attach("a") as engine:
+        engine.client.expect(Release(), Done)
+        assert machine.cache("a").state == "evicted"
+    machine.use("a")
+
+
+def test_an_evicted_model_says_how_it_is_brought_back(machine: Machine) -> None:
+    machine.daemon.start()
+    with machine.daemon.client("ctl") as tool:
+        refused = tool.expect(Verify(cache="a/target"), Refused)
+    assert refused == Refused(
+        code="evicted",
+        message="a/target is evicted: 'weightcachectl reload --cache a/target' brings it back",
+    )
+
+
 def test_what_is_always_resident_is_never_evicted_for_others(machine: Machine) -> None:
     machine.manifest(changes={"a": {"resident": None}, "b": {"resident": None}})
     machine.daemon.start()
@@ -277,6 +337,7 @@ def test_a_restart_keeps_what_is_resident_and_knows_the_snapshots_of_the_rest(
     machine.daemon.launch(keep_store=True).notified("READY=1")
     assert machine.states() == {"a": "evicted", "b": "ready", "c": "evicted"}
     assert machine.cache("a").snapshot_bytes == SIZE
+    assert machine.cache("a").snapshot_use.startswith(f"to be used: {machine.snapshots}/")
     # Told at once that nothing here is its own, by the key in the snapshot.
     with machine.daemon.client() as client:
         answer = client.ask(Attach(key=machine.key("a", dtype="float16")))
@@ -286,6 +347,7 @@ def test_a_restart_keeps_what_is_resident_and_knows_the_snapshots_of_the_rest(
         assert isinstance(answer, Mismatch), answer
     machine.use("a")
     assert [machine.loads(name) for name in "ab"] == [1, 1]
+    assert machine.cache("a").snapshot_use.startswith("used: ")
 
 
 def test_reload_leaves_on_demand_models_alone_unless_they_are_named(machine: Machine) -> None:
@@ -322,6 +384,41 @@ def test_evict_is_refused_while_an_engine_maps_it(machine: Machine) -> None:
     # Again, or one that was never loaded: as good.
     assert machine.evict("a") == Done()
     assert machine.evict("b") == Done()
+
+
+@pytest.fixture
+def slow_writer(short_tmp: Path, gate: Path) -> Path:
+    """An interpreter that waits for `gate` before it runs the writer of snapshots."""
+    script = short_tmp / "python"
+    waits = f'case "$*" in *snapshot.writer*) cat {gate} >/dev/null;; esac'
+    script.write_text(f'#!/bin/sh\n{waits}\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_what_is_being_written_is_evicted_when_it_is_written(
+    machine: Machine, slow_writer: Path, gate: Path
+) -> None:
+    machine.manifest(budget=SIZE, changes={"a": {"python": str(slow_writer)}})
+    machine.daemon.start()
+    machine.use("a")
+    refused = machine.evict("a")
+    assert isinstance(refused, Refused)
+    assert refused.code == "busy"
+    with machine.daemon.client() as waiting:
+        waiting.expect(Attach(key=machine.key("b")), Loading)
+        # It waits for the write, which would be in vain otherwise.
+        for _ in range(3):
+            assert isinstance(waiting.receive(), Loading)
+        assert machine.states() == {"a": "ready", "b": "loading", "c": "evicted"}
+        gate.write_bytes(b"")
+        answer = waiting.receive()
+        while isinstance(answer, Loading):
+            answer = waiting.receive()
+        assert isinstance(answer, Ready)
+        waiting.take(answer).close()
+    machine.use("a")
+    assert (machine.cache("a").source, machine.loads("a")) == ("restored", 1)
 
 
 def test_an_always_resident_model_can_be_evicted_by_hand_and_comes_back(machine: Machine) -> None:
@@ -414,3 +511,152 @@ def test_a_daemon_killed_while_it_loads_one_loses_nothing_that_is_served(
         assert engine.weights() == (machine.checkpoints["a"] / WEIGHTS).read_bytes()
         assert machine.states() == {"a": "ready", "b": "evicted", "c": "evicted"}
     machine.use("b")
+
+
+def test_a_parked_engine_is_asked_to_unmap_if_the_room_is_needed(machine: Machine) -> None:
+    machine.daemon.start()
+    machine.use("a")
+    machine.written("a")
+    with machine.attach("a") as sleeper, machine.attach("b"), machine.daemon.client() as late:
+        sleeper.client.expect(Parked(parked=True), Done)
+        late.send(Attach(key=machine.key("c")))
+        assert sleeper.client.receive() == Unmap()
+        # It unmaps and hangs up.
+        sleeper.handout.close()
+        sleeper.client.close()
+        answer = late.receive()
+        while isinstance(answer, Loading):
+            answer = late.receive()
+        assert isinstance(answer, Ready), answer
+        late.take(answer).close()
+        assert machine.states() == {"a": "evicted", "b": "ready", "c": "ready"}
+    # It wakes.
+    machine.use("a")
+    assert machine.cache("a").source == "restored"
+
+
+def test_a_parked_engine_that_wakes_just_then_keeps_its_model(machine: Machine) -> None:
+    machine.daemon.start()
+    machine.use("c")
+    with machine.attach("a") as sleeper, machine.attach("b"), machine.daemon.client() as late:
+        sleeper.client.expect(Parked(parked=True), Done)
+        late.send(Attach(key=machine.key("c")))
+        assert sleeper.client.receive() == Unmap()
+        sleeper.client.expect(Parked(parked=False), Done)
+        answer = late.receive()
+        while isinstance(answer, Loading):
+            answer = late.receive()
+        assert isinstance(answer, Failed), answer
+        assert f"a/target 3.0 MiB (mapped by pid {os.getpid()})" in answer.error
+        assert machine.states() == {"a": "ready", "b": "ready", "c": "evicted"}
+
+
+def restorer_of(daemon: DaemonProcess) -> int | None:
+    """The pid of the daemon's restorer, if one runs."""
+    for pid in loaders_of(daemon.pid):
+        with contextlib.suppress(OSError):
+            if b"weightcached.snapshot.restorer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("whom", ["restorer", "daemon"])
+def test_kill_while_one_is_restored_costs_nothing_that_is_served(
+    machine: Machine, whom: str, delay_s: float
+) -> None:
+    """At whatever phase it hits the restorer, which lives for half a second."""
+    machine.daemon.start()
+    for name in "ab":
+        machine.use(name)
+        machine.written(name)
+    assert machine.evict("b") == Done()
+    files = sorted(machine.snapshots.rglob("*"))
+    with machine.attach("a") as engine, machine.daemon.client() as waiting:
+        waiting.send(Attach(key=machine.key("b")))
+        found: list[int | None] = [None]
+
+        def restores() -> bool:
+            found[0] = restorer_of(machine.daemon)
+            return found[0] is not None
+
+        until(restores, "the restorer")
+        restorer = found[0]
+        assert restorer
+        time.sleep(delay_s)
+        if whom == "restorer":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(restorer, signal.SIGKILL)
+            answer = waiting.receive()
+            while isinstance(answer, Loading):
+                answer = waiting.receive()
+            # Restored before the signal came, or loaded.
+            assert isinstance(answer, Ready), answer
+            waiting.take(answer).close()
+        else:
+            machine.daemon.signal(signal.SIGKILL)
+            machine.daemon.wait()
+            until(lambda: not Path(f"/proc/{restorer}").exists(), "the restorer's end")
+            machine.daemon.launch(keep_store=True).notified("READY=1")
+        assert engine.weights() == (machine.checkpoints["a"] / WEIGHTS).read_bytes()
+        assert machine.cache("a").state == "ready"
+    machine.use("b")
+    if whom == "daemon":
+        assert machine.loads("b") == 1
+        assert sorted(machine.snapshots.rglob("*")) == files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_use_never_exceeds_the_budget_nor_hands_out_other_bytes(
+    make_daemon: Launcher, short_tmp: Path, seed: int
+) -> None:
+    machine = Machine(make_daemon([]), short_tmp, "abcde")
+    chance = random.Random(seed)
+    budget = 2 * SIZE + SIZE // 2
+    machine.manifest(budget=budget, changes={"e": {"idle_evict_s": 0.1}})
+    machine.daemon.start()
+    attached: dict[str, Engine] = {}
+
+    def attach() -> None:
+        name = chance.choice("abcde")
+        # A third one finds no room.
+        if len(attached) < 2 and name not in attached:
+            attached[name] = machine.attach(name)
+
+    def leave() -> None:
+        if attached:
+            attached.pop(chance.choice(sorted(attached))).__exit__()
+
+    def evict() -> None:
+        name = chance.choice("abcde")
+        reply = machine.evict(name)
+        # It may be mapped, loading, or being written.
+        assert reply == Done() or reply.code in ("in-use", "loading", "busy")  # type: ignore[union-attr]
+
+    def reload() -> None:
+        assert not any(o.error for o in machine.reload().values())
+
+    def kill() -> None:
+        machine.daemon.signal(signal.SIGKILL)
+        machine.daemon.wait()
+        for name in list(attached):
+            attached.pop(name).__exit__()
+        machine.daemon.launch(keep_store=True).notified("READY=1")
+
+    operations = {attach: 10, leave: 6, evict: 4, reload: 2, kill: 1}
+    for _ in range(50):
+        (operation,) = chance.choices(list(operations), list(operations.values()))
+        operation()
+        status = machine.daemon.status()
+        assert sum(cache.bytes for cache in status.caches) <= budget
+        for name, engine in attached.items():
+            assert engine.weights() == (machine.checkpoints[name] / WEIGHTS).read_bytes()
+            assert machine.cache(name).state == "ready"
+    while attached:
+        leave()
+    assert "Traceback" not in machine.daemon.log
+    for name in "abcde":
+        machine.use(name)
+        assert machine.loads(name) <= 2

@@ -16,7 +16,7 @@ from weightcached.system.units import source
 NAME = "weightcached-exporter.service"
 
 
-def test_unit_serves_health_and_metrics_and_stops(
+def test_unit_serves_the_page_health_and_metrics_and_stops(
     manager: PrivateManager, unit: Unit, tmp_path: Path
 ) -> None:
     unit.install().systemctl("start")
@@ -30,7 +30,11 @@ def test_unit_serves_health_and_metrics_and_stops(
         manager.systemctl("start", NAME)
         found = re.search(r"port=(\d+)", log.read_text())
         assert found
-        for path, expected in (("health", "ready: 1 cache\n"), ("metrics", "weightcached_up")):
+        for path, expected in (
+            ("", "m/target"),
+            ("health", "ready: 1 cache\n"),
+            ("metrics", "weightcached_up"),
+        ):
             with urllib.request.urlopen(
                 f"http://127.0.0.1:{found[1]}/{path}", timeout=30
             ) as answer:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weightcache_loader import budget
 from weightcache_loader.budget import DeviceBudget, external_bytes
 from weightcached.wire.messages import EngineStatus
-from weightcached.wire.resident import Held
+from weightcached.wire.resident import NEXT, Held
 
 # Warnings of vLLM's imports are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -123,3 +123,37 @@ def test_texts_name_caches_bytes_engines_and_what_helps() -> None:
     assert "its weights alone take 15.0 GiB" in budget.no_room(
         device, held, own=0, left=GIB, needed=MODEL
     )
+
+
+def test_room_that_is_kept_for_models_on_demand_stays_free() -> None:
+    """They come back beside the engine, which has its KV cache by then."""
+    device, reserved = empty_but_for(MODEL, SMALL), 2 * MODEL
+    external = external_bytes(device, own=SMALL, others=MODEL, reserved=reserved)
+    engine = requested(device, external)
+    assert TOTAL - device.free + engine + reserved <= 0.92 * TOTAL + CONTEXT + 1
+    # Two engines that fit beside it lose nothing.
+    low = empty_but_for(MODEL, SMALL, utilization=0.3)
+    assert external_bytes(low, own=SMALL, others=MODEL, reserved=reserved) == SMALL
+
+
+def test_a_parked_room_is_named_with_what_gives_it_back() -> None:
+    kept = Held(cache="models on demand", generation=0, nbytes=MODEL, engines=[], reserved=True)
+    held = Held(
+        cache="b/target", generation=2, nbytes=SMALL, engines=[EngineStatus(pid=7, since=0.0)]
+    )
+    text = budget.cost(empty_but_for(SMALL), [held, kept], MODEL)
+    assert (
+        "b/target 1.7 GiB (pid 7), models on demand 15.0 GiB (kept free by budget: in the manifest)"
+        in text
+    )
+    assert "'weightcachectl drop b/target' frees that cache" in text
+    assert "a lower budget: in the manifest leaves less to models on demand" in budget.remedies(
+        [kept]
+    )
+
+
+def test_room_for_new_weights_is_named_with_its_key() -> None:
+    kept = Held(cache=NEXT, generation=0, nbytes=MODEL, engines=[], reserved=True)
+    text = budget.cost(empty_but_for(MODEL), [kept], SMALL)
+    assert "next weights of live models 15.0 GiB (kept free by live: in the manifest)" in text
+    assert "without live: true in the manifest none is kept for new weights" in text

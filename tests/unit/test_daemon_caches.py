@@ -118,3 +118,29 @@ def test_state_of_the_device_is_what_most_needs_a_look(checkpoint: Path) -> None
     served = caches.remove("tiny/target")
     assert served is not None
     served.retire()
+
+
+def test_an_evicted_cache_keeps_its_key_and_its_number(checkpoint: Path) -> None:
+    cache = Cache("tiny/target", "target")
+    served = generation(checkpoint, 4)
+    cache.publish(served)
+    served.full_digest = "ab" * 32
+    cache.evict().retire()
+    assert (cache.state, cache.next_number, cache.last_nbytes) == ("evicted", 5, served.nbytes)
+    # What is known of its files by now, too.
+    assert cache.last_key is not None
+    assert cache.last_key.checkpoint.full == "ab" * 32
+    cache.begin_load()
+    cache.fail_load("no room", evicted=True)
+    assert (cache.state, cache.error) == ("evicted", "no room")
+    assert cache.last_key.checkpoint.full == "ab" * 32
+
+
+def test_a_cache_evicted_for_its_own_successor_is_loading(checkpoint: Path) -> None:
+    cache = Cache("tiny/target", "target")
+    cache.publish(generation(checkpoint, 1))
+    cache.begin_load()
+    cache.evict().retire()
+    assert cache.state == "loading"
+    cache.fail_load("no")
+    assert cache.state == "failed"

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.fakes.checkpoints import key_of, with_checkpoint, write_checkpoint
+from tests.fakes.checkpoints import identity_of, key_of, with_checkpoint, write_checkpoint
 from tests.unit.test_fdstore import EXPECTED, Set
 from weightcached.checkpoint.identity import CheckpointIdentity, with_files
 from weightcached.daemon.caches import Caches
 from weightcached.daemon.children import make_full_digest
 from weightcached.daemon.fdstore import adopt
-from weightcached.daemon.matching import CHANGED, Matcher
+from weightcached.daemon.matching import CHANGED, Evicted, Matcher
 from weightcached.errors import CheckpointError
 from weightcached.index.key import WeightCacheKey
 from weightcached.wire.messages import Absent, Failed, Loading, Mismatch, NeedDigest, Released
@@ -170,6 +170,55 @@ def test_engine_that_is_content_with_samples_is_answered_without_a_full_digest(
 
     asyncio.run(main())
     scene.generation.retire()
+
+
+def answer_of(caches: Caches, key: WeightCacheKey) -> object:
+    async def main() -> object:
+        matcher = Matcher(caches, "cpu0", make_full_digest)
+        return await matcher.match(key)
+
+    return asyncio.run(main())
+
+
+def test_evicted_cache_is_found_by_its_last_key(scene: Scene) -> None:
+    (cache,) = scene.caches
+    cache.evict().retire()
+    key = scene.generation.key
+    assert answer_of(scene.caches, key) == Evicted(cache)
+    answer = answer_of(scene.caches, msgspec.structs.replace(key, dtype="float16"))
+    assert isinstance(answer, Mismatch)
+    # Completely compared once it is there.
+    assert answer_of(scene.caches, scene.asked) == Evicted(cache)
+
+
+def test_cache_that_was_never_loaded_is_found_by_its_checkpoint(
+    scene: Scene, tmp_path: Path
+) -> None:
+    (served,) = scene.caches
+    served.evict().retire()
+    other = identity_of(write_checkpoint(tmp_path / "other", seed=7, nbytes=4096))
+    rare = scene.caches.ensure("rare/target", "target")
+    rare.offer(None, 0)
+    rare.checkpoint = other
+    key = msgspec.structs.replace(scene.generation.key, dtype="float16", checkpoint=other)
+    assert answer_of(scene.caches, key) == Evicted(rare)
+    # The served one's checkpoint under another key: nobody's.
+    wrong = msgspec.structs.replace(scene.generation.key, dtype="float16")
+    assert isinstance(answer_of(scene.caches, wrong), Mismatch)
+    # Of one that is downloaded first nobody knows.
+    rare.checkpoint = None
+    assert answer_of(scene.caches, wrong) == Evicted(rare)
+
+
+def test_engines_of_other_keys_do_not_wait_for_a_cache_that_comes_back(scene: Scene) -> None:
+    """Its loader has not told the key yet: it will be the last one."""
+    (coming,) = scene.caches
+    coming.evict().retire()
+    coming.begin_load().expected_key = coming.last_key
+    key = scene.generation.key
+    assert answer_of(scene.caches, key) == Loading(cache="tiny/target", phase="queued")
+    wrong = answer_of(scene.caches, msgspec.structs.replace(key, dtype="float16"))
+    assert isinstance(wrong, Mismatch)
 
 
 def test_running_engine_gets_the_newest_generation_of_its_cache_whatever_its_checkpoint(

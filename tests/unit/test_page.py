@@ -7,6 +7,7 @@ import hashlib
 import re
 import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -26,8 +27,6 @@ from weightcached.exporter.page import HEADERS, page_of
 from weightcached.wire.messages import StatusReply
 
 VOID = {"meta", "link"}
-# Words of the protocol, which a daemon cannot choose freely.
-FIXED = {"type", "device", "role", "state", "source", "resident"}
 
 
 class Parsed(HTMLParser):
@@ -114,6 +113,25 @@ def test_caches_stand_with_state_size_engines_and_what_happened(parsed: Parsed) 
         "restores 3 (1.8 s on average), mismatches 2 (dtype 2)"
     ) in parsed.text
     assert "loads from disk 1 (no-room 1), adoptions 3" in parsed.text
+
+
+def test_label_and_rollback_of_the_served_weights_are_shown(scene: Scene) -> None:
+    rolled = cache(
+        "tiny/target", engines=[], label="v7", live=True, rolled_back_at=time.time() - 600
+    )
+    scene.replies["cpu0"] = status("cpu0", rolled)
+    with scene.running():
+        parsed = Parsed(page_of(scene.node))
+    assert parsed.row("tiny/target")[5] == "'v7', loaded in 12 s, rolled back 10 min ago, live|"
+
+
+def test_style_and_script_are_in_the_package() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["weightcached.exporter"]
+    others = [p for p in (root / "weightcached/exporter").glob("*.*") if p.suffix != ".py"]
+    assert len(others) == 2
+    assert all(any(p.match(pattern) for pattern in patterns) for p in others)
 
 
 def test_bar_divides_the_devices_memory(parsed: Parsed) -> None:
@@ -218,33 +236,44 @@ def test_restart_of_a_daemon_and_takeover_are_kept(scene: Scene) -> None:
 HOSTILE = "<script>top.hacked=1</script><img src=x onerror=top.hacked=1>'\"&lt;</td></style>]]>"
 
 
-def hostile(value: Any, field: str = "") -> Any:
-    """The same with every text that a peer can choose replaced, and every key of a mapping."""
-    if isinstance(value, str):
-        return value if field in FIXED else HOSTILE
-    if isinstance(value, list):
-        return [hostile(each) for each in value]
-    if isinstance(value, dict):
-        counted = field in ("attaches", "attach_seconds", "mismatches", "refusals", "fallbacks")
-        return {HOSTILE if counted else key: hostile(each, key) for key, each in value.items()}
-    return value
+def texts_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every text in a document of dictionaries and lists: what holds it, and its place there."""
+    places = value.items() if isinstance(value, dict) else enumerate(value)
+    for place, each in list(places):
+        if isinstance(each, str):
+            yield value, place
+        elif isinstance(each, dict | list):
+            yield from texts_of(each)
+
+
+def hostile(reply: StatusReply) -> StatusReply:
+    """The same with every text replaced that is not a fixed word of the protocol."""
+    document = msgspec.to_builtins(reply)
+    for entry in document["caches"]:
+        # A phase and an error are shown wherever they are; a label, if the pid cannot be seen.
+        entry.update(dict.fromkeys(("phase", "error", "warning", "snapshot"), HOSTILE))
+        for engine in entry["engines"]:
+            engine["pid"] = 0
+    document["manifest_error"] = HOSTILE
+    for name in ("mismatches", "refusals", "fallbacks"):
+        document["counters"] = document["counters"] or {}
+        document["counters"][name] = {HOSTILE: 1}
+    for holder, place in texts_of(document):
+        before, holder[place] = holder[place], HOSTILE
+        try:
+            msgspec.convert(document, StatusReply)
+        except msgspec.ValidationError:
+            holder[place] = before
+    return msgspec.convert(document, StatusReply)
 
 
 @pytest.fixture
 def hostile_scene(scene: Scene) -> Scene:
     for device, reply in scene.replies.items():
-        # A label is shown if the pid cannot be seen; a phase, if a load goes on.
-        builtins = hostile(msgspec.to_builtins(reply))
-        for entry in builtins["caches"]:
-            for engine in entry["engines"]:
-                engine["pid"] = 0
-            entry.update(dict.fromkeys(("phase", "error", "warning", "snapshot"), HOSTILE))
-        builtins["manifest_error"] = HOSTILE
-        scene.replies[device] = msgspec.convert(builtins, StatusReply)
+        scene.replies[device] = hostile(reply)
     for service in scene.services.values():
-        service.update(hostile(service) | {"state": HOSTILE})
-        for engine in service["engines"]:
-            engine["state"] = HOSTILE
+        for holder, place in texts_of(service):
+            holder[place] = HOSTILE
     return scene
 
 

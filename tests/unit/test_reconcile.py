@@ -77,3 +77,27 @@ def test_only_limits_what_is_loaded_kept_and_dropped(caches: Caches) -> None:
 
 def test_empty_manifest_drops_everything(caches: Caches) -> None:
     assert decided(caches, []) == ([], [], ["served/target", "failed/target"])
+
+
+ON_DEMAND = ModelSpec(name="rare", devices=["cpu0"], engine={"model": "m"}, resident="on-demand")
+
+
+def test_on_demand_models_are_offered_until_they_are_named(caches: Caches) -> None:
+    rare = Wanted("rare/target", "target", ON_DEMAND, "spec")
+    made = plan([SERVED, rare], caches, stale=(), force=True, only=())
+    assert ([w.name for w in made.load], [w.name for w in made.offer]) == (
+        ["served/target"],
+        ["rare/target"],
+    )
+    made = plan([SERVED, rare], caches, stale=(), force=False, only={"rare/target"})
+    assert ([w.name for w in made.load], made.offer) == (["rare/target"], [])
+    # One that an engine waits for is neither.
+    caches.ensure("rare/target", "target").begin_load()
+    made = plan([SERVED, rare], caches, stale=(), force=False, only=())
+    assert (made.load, made.offer) == ([], [])
+
+
+def test_on_demand_models_that_are_served_are_reloaded_as_others(caches: Caches) -> None:
+    served = Wanted("served/target", "target", ON_DEMAND, "other")
+    made = plan([served], caches, stale=(), force=False, only=())
+    assert ([w.name for w in made.load], made.offer) == (["served/target"], [])

@@ -7,11 +7,13 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.fakes.stub_daemon import cache, status
 from weightcached.wire import resident
-from weightcached.wire.resident import Resident, held, path_of, read, write
+from weightcached.wire.messages import OldGeneration
+from weightcached.wire.resident import NEXT, Resident, held, path_of, read, write
 
 
 @pytest.fixture
@@ -69,3 +71,40 @@ def test_nothing_that_cannot_be_trusted_is_believed(socket: Path) -> None:
     write(socket, holding())
     socket.parent.chmod(0o755)
     assert read(socket) is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "known", "kept"), [(20, 0, 12), (20, 4, 4), (10, 4, 2), (8, 4, 0), (0, 4, 0)]
+)
+def test_the_rest_of_the_budget_is_kept_for_models_on_demand(
+    budget: int, known: int, kept: int
+) -> None:
+    away = {"resident": "on-demand", "state": "evicted", "bytes": 0}
+    caches = [
+        cache("a/target", bytes=5),
+        cache("b/target", bytes=3, resident="on-demand"),
+        cache("c/target", snapshot_bytes=known, **away),
+    ]
+    found = held(status("cpu0", *caches, budget=budget))
+    assert sum(h.nbytes for h in found if h.reserved) == kept
+    assert [h.cache for h in found if not h.reserved] == ["a/target", "b/target"]
+    # All of them are there: nothing more will come.
+    found = held(status("cpu0", *caches[:2], budget=budget))
+    assert not any(h.reserved for h in found)
+
+
+def test_room_is_kept_for_the_next_weights_of_the_largest_live_model() -> None:
+    caches = [
+        cache("a/target", bytes=15, live=True), cache("a/draft", bytes=2, live=True),
+        cache("b/target", bytes=5, live=True), cache("c/target", bytes=40),
+    ]  # fmt: skip
+
+    def kept(**changed: Any) -> list[tuple[str, int, bool]]:
+        found = held(msgspec.structs.replace(status("cpu0", *caches), **changed))
+        return [(h.cache, h.nbytes, h.reserved) for h in found if h.reserved]
+
+    assert kept() == [(NEXT, 17, True)]
+    # An engine still maps the generation before: the next one is there already.
+    old = OldGeneration(cache="a/target", generation=1, bytes=15, engines=[])
+    assert kept(old_generations=[old]) == [(NEXT, 5, True)]
+    assert kept(caches=caches[3:]) == []

@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.fakes.models import (
     CPU,
+    NO_HOOKS,
     Build,
     Packed,
     an_index,
@@ -25,10 +26,11 @@ from tests.fakes.models import (
     without_leftovers,
 )  # fmt: skip
 from weightcached.errors import IndexFormatError, UnsupportedQuantForIPCError
-from weightcached.index.tensors import TensorRecord
+from weightcached.index.tensors import TensorRecord, layout_difference
 from weightcached.model import pack, proof
 from weightcached.model.bind import (
     LOOKUP_ERRORS,
+    Binder,
     Storages,
     copy_into,
     resolve_owner,
@@ -284,6 +286,47 @@ def test_storage_is_packed_once_however_many_tensors_show_it() -> None:
         assert len(packed.index.tensors) == 10
         assert [storage.nbytes for storage in packed.index.storages] == [1 << 20]
         assert packed.index.nbytes == 1 << 20
+
+
+def test_fine_tunes_of_one_architecture_are_packed_alike_and_mapped_one_over_the_other() -> None:
+    """Places follow from names, shapes and dtypes alone, in the order of the layers."""
+
+    def build() -> nn.Module:
+        embed = module(weight=parameter(256, 256))
+        layers = [
+            module(weight=parameter(128, 300 + n), bias=parameter(128), scale=torch.empty(3))
+            for n in range(4)
+        ]
+        return module(embed=embed, layers=nn.ModuleList(layers), head=module(weight=embed.weight))
+
+    def tune(seed: int) -> Callable[[Any], None]:
+        def fill(model: Any) -> None:
+            for number, each in enumerate([*model.parameters(), *(x.scale for x in model.layers)]):
+                random_bytes(each, 100 * seed + number)
+
+        return fill
+
+    with Packed.of(build, tune(1)) as first, Packed.of(build, tune(2)) as second:
+        assert layout_difference(first.index, second.index) == ""
+        digests = [{s.digest for s in packed.index.storages} for packed in (first, second)]
+        assert len(first.index.storages) == 1 + 4 * 3
+        assert digests[0].isdisjoint(digests[1])
+
+        mapping = first.map()
+        model: Any = on_meta(build)
+        storages = Storages(first.index, mapping, CPU, copy=False)
+        Binder(model, first.index, storages).attach(NO_HOOKS)
+        addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+        expected: Any = second.attach()
+        mapping.map_again([fd.dup() for fd in second.fds])
+        storages.refresh()
+        assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses
+        wanted = dict(expected.named_parameters())
+        for name, parameter_ in model.named_parameters():
+            assert torch.equal(bytes_below(parameter_), bytes_below(wanted[name])), name
+        for ours, theirs in zip(model.layers, expected.layers, strict=True):
+            assert torch.equal(bytes_below(ours.scale), bytes_below(theirs.scale))
+        mapping.close()
 
 
 def test_tied_parameter_stays_one_object_with_all_its_names() -> None:

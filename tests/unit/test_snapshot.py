@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from weightcached.snapshot.files import (
     open_snapshot,
     remove_leftovers,
 )
+from weightcached.snapshot.rollback import RolledBack, inputs_of, write_rollback
 from weightcached.snapshot.writer import WriterJob
 from weightcached.system import gpus
 from weightcached.system.fds import OwnedFd, close_all, read_sealed
@@ -129,7 +131,8 @@ def test_what_is_restored_is_what_was_written(packed: Packed, path: Path) -> Non
     assert channel.of(LoaderKey)[0].key == packed.index.key
     assert channel.of(LoaderIndex)[0].segments == len(packed.fds)
     assert [message.first for message in channel.of(Descriptors)] == [0]
-    assert set(index.load.phases) == {"opening", "restoring"}
+    assert set(index.load.phases) == {"opening", "segments", "locking", "restoring", "publishing"}
+    assert all(seconds >= 0 for seconds in index.load.phases.values())
     close_all(channel.fds)
 
 
@@ -368,6 +371,28 @@ def test_device_memory_comes_back_under_another_driver(
     index_fd.close()
 
 
+def test_the_time_of_the_copy_is_that_without_locking_memory(
+    driver: FakeDriver, gpu_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = on_gpu(driver, monkeypatch)
+    lock = backend.staging
+
+    def slowly(nbytes: int) -> Any:
+        time.sleep(0.3)
+        return lock(nbytes)
+
+    monkeypatch.setattr(backend, "staging", slowly)
+    began_s = time.monotonic()
+    channel = restored(gpu_path, device=GPU)
+    took_s = time.monotonic() - began_s
+    phases = index_format.decode(contents(channel.fds[:1])[0]).load.phases
+    assert phases["locking"] >= 0.3
+    # Every reader waited for its memory before it copied anything, and no time counts twice.
+    assert sum(phases.values()) <= took_s
+    assert phases["restoring"] <= took_s - 0.3
+    close_all(channel.fds)
+
+
 def test_device_memory_is_given_back_when_a_chunk_is_wrong(
     driver: FakeDriver, gpu_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +491,19 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     old, new = with_data(tmp_path, "b", 1000, 1.0), with_data(tmp_path, "c", 1000, 2.0)
     writer._make_room(tmp_path, tmp_path, 900, a_job(tmp_path, max_bytes=2000))
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_what_a_rollback_went_back_to_makes_no_room(tmp_path: Path) -> None:
+    old, new = with_data(tmp_path, "b", 1000, 1.0), with_data(tmp_path, "c", 1000, 2.0)
+    for directory in (tmp_path, old.parent.parent, old.parent):
+        directory.chmod(0o700)
+    note = RolledBack(to=old.name, at=1.0, spec_digest="", replaced=inputs_of(an_index()))
+    write_rollback(old.parent, note)
+    writer._make_room(tmp_path, tmp_path, 900, a_job(tmp_path, max_bytes=2000))
+    assert (old.exists(), new.exists()) == (True, False)
+    with pytest.raises(SnapshotError, match="no room for a snapshot of 1100 bytes"):
+        writer._make_room(tmp_path, tmp_path, 1100, a_job(tmp_path, max_bytes=2000))
+    assert old.exists()
 
 
 def test_a_full_file_system_is_said_before_anything_is_written(tmp_path: Path) -> None:

@@ -21,20 +21,20 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_warned", False)
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.7.dev3+g1234"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.32.0", "0.33.0", "0.33.7.dev3+g1234"])
 def test_seen_release_gets_no_warning(version: str, caplog: pytest.LogCaptureFixture) -> None:
     warn_of_unseen(log, version)
     assert is_seen(version)
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "0.330.0", "nightly"])
+@pytest.mark.parametrize("version", ["0.29.2", "0.34.0", "1.0.0", "0.330.0", "nightly"])
 def test_unseen_release_gets_one_warning(version: str, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         warn_of_unseen(log, version)
     (message,) = caplog.messages
     assert message == (
-        f"weightcached was not tried with vLLM {version}, only with 0.32 and 0.33; if the cache is "
+        f"weightcached was not tried with vLLM {version}, only with 0.30, 0.31, 0.32, 0.33; if the cache is "
         "not used, 'python -m weightcached.vllm_compat.versions' lists the names that this vLLM lacks"
     )
 

@@ -529,7 +529,7 @@ def verifier(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_verify_takes_all_ready_caches(runtime: Path, verifier: list[Any]) -> None:
     caches = [cache("a/target"), cache("b/target", state="loading"), cache("c/target")]
-    verifier += [SimpleNamespace(tensors=40, nbytes=3 * GIB, mismatched=[])] * 2
+    verifier += [SimpleNamespace(tensors=40, nbytes=3 * GIB, mismatched=[], label="")] * 2
     with StubDaemon(runtime / "cpu0.sock", answering(caches=caches)):
         result = run("verify")
     assert said(result, runtime) == (
@@ -541,7 +541,9 @@ def test_verify_takes_all_ready_caches(runtime: Path, verifier: list[Any]) -> No
 
 
 def test_verify_names_what_differs_and_the_way_back(runtime: Path, verifier: list[Any]) -> None:
-    verifier.append(SimpleNamespace(tensors=40, nbytes=GIB, mismatched=[f"l{n}" for n in range(7)]))
+    verifier.append(
+        SimpleNamespace(tensors=40, nbytes=GIB, mismatched=[f"l{n}" for n in range(7)], label="")
+    )
     with StubDaemon(runtime / "cpu0.sock", answering()):
         result = run("verify", "tiny/target")
     assert said(result, runtime) == (

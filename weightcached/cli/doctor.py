@@ -13,13 +13,13 @@ import resource
 import shlex
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weightcached import __version__
-from weightcached.cli.plan import rows_of
+from weightcached.cli.plan import RankRow, rows_of
 from weightcached.cli.status import ask_device
 from weightcached.cli.text import mark
 from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_manifest
@@ -131,6 +131,7 @@ def examine() -> list[Finding]:
         *_gpus(manifest),
         *_sockets(),
         *_snapshots(manifest),
+        *_residency(manifest),
     ]
 
 
@@ -444,6 +445,45 @@ def _snapshot_speed(there: Path, held: dict[Path, int]) -> Finding:
         fix = f"snapshots: {{dir: …}} in {_edit()}, on a faster disk"
         return Finding("snapshots", "warn", text, fix)
     return Finding("snapshots", "ok", text)
+
+
+def _residency(manifest: Manifest | None) -> Iterator[Finding]:
+    """Whether models fit the budget of their devices, and how those on demand come back."""
+    if manifest is None:
+        return
+    on_demand = [model.name for model in manifest.models if model.on_demand]
+    if on_demand and manifest.snapshots is None:
+        text = (
+            f"each return of {', '.join(on_demand)} takes as long as a load: there is no snapshots:"
+        )
+        yield Finding("residency", "warn", text, f"add 'snapshots: {{}}' to {_edit()}")
+    rows, _ = rows_of(manifest)
+    for device in dict.fromkeys(row.device for row in rows):
+        if budget := manifest.budget_of(device):
+            here = [row for row in rows if row.device in (device, ALL)]
+            yield _budget(device, budget, here, on_demand)
+
+
+def _budget(
+    device: str, budget: int, rows: Sequence[RankRow], on_demand: Collection[str]
+) -> Finding:
+    always = sum(row.nbytes or 0 for row in rows if row.model not in on_demand)
+    sizes = {row.model: row.nbytes or 0 for row in rows if row.model in on_demand}
+    text = (
+        f"budget of {device} {bytes_text(budget)}, always resident are about {bytes_text(always)}"
+    )
+    largest = max(sizes, key=lambda model: sizes[model], default="")
+    if largest:
+        text += f", {largest} on demand has about {bytes_text(sizes[largest])}"
+    if always + sizes.get(largest, 0) <= budget:
+        return Finding("residency", "ok", text)
+    last = largest if always <= budget else "the last of them"
+    return Finding(
+        "residency",
+        "warn",
+        f"{text}: {last} finds no room",
+        f"raise budget: in {_edit()}, or make more models on-demand",
+    )
 
 
 def _unit_dirs() -> list[Path]:

@@ -140,7 +140,8 @@ def _lines(report: Report, each: bool) -> list[str]:
 
 def _snapshot_lines(status: CacheStatus) -> list[str]:
     """Whether a snapshot was used, and whether there is one for the next start."""
-    lines = [f"snapshot at the last load: {status.snapshot_use}"] if status.snapshot_use else []
+    load = "next" if status.state == "evicted" else "last"
+    lines = [f"snapshot at the {load} load: {status.snapshot_use}"] if status.snapshot_use else []
     return lines + ([f"snapshot of this generation: {status.snapshot}"] if status.snapshot else [])
 
 

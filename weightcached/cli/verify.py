@@ -31,10 +31,11 @@ def verify(device: str, cache: str) -> tuple[bool, str]:
         result = verify_cache(device, cache)
     except WeightcachedError as e:
         return False, f"{device} {cache}: cannot verify: {e}"
+    what = f"{device} {cache}" + (f" '{result.label}'" if result.label else "")
     if not result.mismatched:
         return (
             True,
-            f"{device} {cache}: {result.tensors} tensors, {bytes_text(result.nbytes)}, all digests equal",
+            f"{what}: {result.tensors} tensors, {bytes_text(result.nbytes)}, all digests equal",
         )
     names = ", ".join(result.mismatched[:SHOWN_NAMES])
     more = (
@@ -43,6 +44,6 @@ def verify(device: str, cache: str) -> tuple[bool, str]:
         else ""
     )
     return False, (
-        f"{device} {cache}: {len(result.mismatched)} of {result.tensors} tensors differ: {names}{more}; "
+        f"{what}: {len(result.mismatched)} of {result.tensors} tensors differ: {names}{more}; "
         f"weightcachectl reload {device} --force --cache {cache}"
     )

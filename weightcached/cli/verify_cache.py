@@ -32,6 +32,7 @@ class VerifyResult(NamedTuple):
     tensors: int
     seconds: float
     mismatched: list[str]
+    label: str = ""
 
 
 def wrong_storages(index: TensorIndex, mapping: Mapping) -> Iterator[str]:
@@ -73,5 +74,11 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
         mapping.close()
     seconds = time.monotonic() - began
     return VerifyResult(
-        cache, fetched.ready.generation, index.nbytes, len(index.tensors), seconds, wrong
+        cache,
+        fetched.ready.generation,
+        index.nbytes,
+        len(index.tensors),
+        seconds,
+        wrong,
+        index.label,
     )

@@ -728,7 +728,7 @@ def _serves(device: str) -> bool:
     for cache in failed:
         again = "; it is tried again" if cache.retry_at is not None else ""
         complain(f"{device} {cache.name} failed: {' '.join(cache.error.split())}{again}")
-    return not failed or any(cache.state == "ready" for cache in caches)
+    return not failed or any(cache.state in ("ready", "evicted") for cache in caches)
 
 
 @main.command()

@@ -29,9 +29,11 @@ _BEGIN_TIMEOUT_S = 60.0
 
 
 # Phases of a loader that has met its peers, and of a restorer, which needs none.
-_MET = frozenset({"weights", "packing", "proving", "publishing", "tuning", "opening", "restoring"})
+_MET = frozenset(
+    {"weights", "packing", "proving", "publishing", "tuning", "opening", "segments", "restoring"}
+)
 # Phases before it is known whether there is a snapshot, and those of a restorer.
-_MAY_RESTORE = frozenset({"queued", "waiting", "opening", "restoring"})
+_MAY_RESTORE = frozenset({"queued", "waiting", "opening", "segments", "restoring"})
 _POLL_S = 0.1
 # From the manager's start of several units until the last one's daemon answers.
 _UP_TIMEOUT_S = 5.0

@@ -22,7 +22,12 @@ from typing import Any, Literal, NamedTuple
 from weightcached.daemon import packets
 from weightcached.daemon.children import Child
 from weightcached.daemon.logs import printable
-from weightcached.errors import IndexFormatError, LoadError, ProtocolError
+from weightcached.errors import (
+    IndexFormatError,
+    LoadError,
+    OutOfDeviceMemoryError,
+    ProtocolError,
+)
 from weightcached.index.key import WeightCacheKey
 from weightcached.index.tensors import TensorIndex, read_index
 from weightcached.system.fds import OwnedFd, close_all, is_sealed
@@ -52,11 +57,14 @@ _MAX_SEGMENTS = 16_384
 
 
 class LoadFailedError(LoadError):
-    """A load came to nothing. `permanent`: a retry without a change is pointless."""
+    """A load came to nothing. `permanent`: a retry without a change is pointless; no_room: for want
+    of memory.
+    """
 
-    def __init__(self, message: str, *, permanent: bool = False) -> None:
+    def __init__(self, message: str, *, permanent: bool = False, no_room: bool = False) -> None:
         super().__init__(message)
         self.permanent = permanent
+        self.no_room = no_room
 
 
 @dataclass(frozen=True)
@@ -268,7 +276,9 @@ class LoaderRun:
                 return self._on_progress(message.phase, message.done_bytes, message.total_bytes)
             if isinstance(message, LoaderFailed):
                 raise LoadFailedError(
-                    printable(message.message) or message.code, permanent=message.permanent
+                    printable(message.message) or message.code,
+                    permanent=message.permanent,
+                    no_room=message.code == OutOfDeviceMemoryError.code,
                 )
             if isinstance(message, LoaderKey):
                 self._on_key(message.key)

@@ -64,8 +64,16 @@ _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
 # How often a rank looks for peers that have restored theirs, or had it all along.
 _PEERS_PERIOD_S = 2.0
+# How long a load waits for memory that was given up before.
+_FREEING_S = 5.0
 # How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
 _IDLE_LOOK_S = 0.25
+
+
+_WITH_ROOM_FOR_ONE = (
+    "; the present weights are served on. With room for one generation only: 'weightcachectl engine sleep' its "
+    "service, 'weightcachectl drop {model}', reload or publish again, and wake the service"
+)
 
 
 class NoRoomError(LoadFailedError):
@@ -224,6 +232,7 @@ class Reconciler:
         self._explicit_manifest = manifest
         self._ahead = loaders_ahead() if ahead is None else ahead
         self._look = look
+        self._last_look = look()
         self._snapshots = snapshots
         self._residency = residency
         self._tally = tally
@@ -257,7 +266,7 @@ class Reconciler:
                 if starting:
                     await self._snapshots.sweep()
                 chosen = self._chosen(only, wanted)
-                look = self._look()
+                look = self._last_look = self._look()
                 stale = await self._find_stale(wanted, look)
                 todo = plan(
                     wanted, self._caches, stale=stale, force=force, only=chosen, starting=starting
@@ -267,7 +276,8 @@ class Reconciler:
                 kept = [self._keep_unchanged(want) for want in todo.unchanged]
                 for want in todo.load:
                     self.retries.settled(want.name)
-                    self._queue(want)
+                    # It may be of another size by now.
+                    self._queue(want).last_nbytes = 0
                 kept += [self._offer(want) for want in todo.offer]
                 self._wanted = {want.name: want for want in wanted}
                 outcomes = [await self._drop(name) for name in todo.drop] + kept
@@ -279,6 +289,8 @@ class Reconciler:
             self._caches.changed.fire()
             # A forced reload distrusts the snapshots too.
             outcomes += await self._load_all(todo.load, None if force else look)
+            # The budget may be another one.
+            await self._residency.make_room(None, 0, self.evict)
             if along:
                 await self._load_along(todo.unchanged)
             return outcomes
@@ -319,6 +331,7 @@ class Reconciler:
         the checkpoint.
         """
         path = await self._snapshots.find(want, look.reason)
+        self._snapshots.offered(want.name)
         checkpoint = await asyncio.to_thread(_checkpoint_of, want)
         kept, cache = self._snapshots.kept(want.name), self._caches.get(want.name)
         if cache is not None and cache.state == "evicted":
@@ -332,7 +345,9 @@ class Reconciler:
             if want is None or self._caches.get(cache.name) is not cache or cache.load is None:
                 # Gone from the manifest, or loaded by a reload meanwhile.
                 return
-            await self._load_all([want], self._look())
+            # An evicted cache is as old as a served one: only a reload asks the interpreter for its
+            # versions again, which takes as long as reading some GiB.
+            await self._load_all([want], self._last_look)
 
     async def evict(self, cache: Cache) -> None:
         """Stop serving a cache until an engine asks for it; free its memory."""
@@ -476,13 +491,14 @@ class Reconciler:
         cache.live = want.spec.live
         return cache
 
-    def _queue(self, want: Wanted) -> None:
+    def _queue(self, want: Wanted) -> Cache:
         cache = self._ensure(want)
         cache.checkpoint = None
         cache.begin_load()
         looking = asyncio.create_task(self._look_at_checkpoint(cache, want))
         self._looking.add(looking)
         looking.add_done_callback(self._looking.discard)
+        return cache
 
     async def _look_at_checkpoint(self, cache: Cache, want: Wanted) -> None:
         """Find loads that an engine must not wait for: those of other weights than its own."""
@@ -533,6 +549,9 @@ class Reconciler:
         The served generation of the same cache goes last, if it can be restored: it is returned.
         Raises NoRoomError, but only for a size that is known.
         """
+        if self._residency.budget and self._freeing:
+            # No engine measures memory now, so that these end.
+            await asyncio.wait(self._freeing, timeout=_FREEING_S)
         old = cache.generation
         nbytes = old.nbytes if old else cache.last_nbytes or _estimated_bytes(cache, want)
         if await self._residency.make_room(cache, nbytes, self.evict):
@@ -877,8 +896,11 @@ class Reconciler:
             self.retries.settled(cache.name)
         else:
             self.retries.failed(cache.name)
+        text = str(error)
+        if (no_room or error.no_room) and cache.live and cache.generation is not None:
+            text += _WITH_ROOM_FOR_ONE.format(model=cache.name.rpartition("/")[0])
         # Its next engine may find room.
-        cache.fail_load(str(error), evicted=no_room and on_demand)
+        cache.fail_load(text, evicted=no_room and on_demand)
         log.error(
             "load failed cache=%s served_generation=%d permanent=%s error=%s",
             cache.name,

@@ -72,26 +72,30 @@ class Residency:
         return cache.generation is not None and bool(self._leases.on(cache.generation))
 
     async def make_room(
-        self, cache: Cache, nbytes: int, evict: Callable[[Cache], Awaitable[None]]
+        self, cache: Cache | None, nbytes: int, evict: Callable[[Cache], Awaitable[None]]
     ) -> bool:
         """Evict others until `nbytes` of `cache` fit beside what is held; whether they do.
 
-        Evicts nothing if all of it would not be enough.
+        Evicts nothing if all of it would not be enough. Parked engines are asked to unmap first: one
+        that wakes instead keeps its model.
         """
+        kept: set[Cache] = set()
         while self.budget and self.held_bytes() + nbytes > self.budget:
-            others = [other for other in self.candidates() if other is not cache]
+            others = [x for x in self.candidates() if x is not cache and x not in kept]
             most = sum(other.generation.nbytes for other in others if other.generation)
             if self.held_bytes() - most + nbytes > self.budget:
                 return False
-            victim = others[0]
-            assert victim.generation is not None
+            victim, generation = others[0], others[0].generation
+            assert generation is not None
             # Or it would have to be loaded instead of restored.
-            await self._snapshots.settled(victim.generation)
-            if not self.is_idle(victim):
-                # Somebody came meanwhile.
-                continue
-            log.info("evicted for another cache=%s for=%s", victim.name, cache.name)
-            await evict(victim)
+            await self._snapshots.settled(generation)
+            await self._leases.unmap_parked(generation)
+            if self._leases.on(generation) or not self.is_idle(victim):
+                kept.add(victim)
+            elif victim.generation is generation:
+                wanted = cache.name if cache else "a lower budget"
+                log.info("evicted for room cache=%s for=%s", victim.name, wanted)
+                await evict(victim)
         return True
 
     def no_room(self, cache: Cache, nbytes: int) -> str:

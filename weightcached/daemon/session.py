@@ -549,6 +549,11 @@ class Session:
             return loading(cache, cache.load)
         if cache.state == "released":
             return Released(cache=cache.name)
+        if cache.state == "evicted":
+            return refusal(
+                "evicted",
+                f"{cache.name} is evicted: 'weightcachectl reload --cache {cache.name}' brings it back",
+            )
         return Failed(cache=cache.name, error=cache.error)
 
     async def _send(self, message: Message) -> None:

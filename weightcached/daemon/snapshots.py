@@ -105,7 +105,7 @@ class Snapshots:
             except SnapshotError as e:
                 self.reject(want.name, path, str(e))
             else:
-                self._uses[want.name] = f"restored from {path}, {HELD}"
+                self._uses[want.name] = f"used: {path}, {HELD}"
                 self._kept[want.name] = Kept(path, index.nbytes, index.key)
                 return path
         for path in await asyncio.to_thread(
@@ -113,10 +113,16 @@ class Snapshots:
         ):
             reason = await self._find_misfit(path, want, why_stale)
             if not reason:
-                self._uses[want.name] = f"restored from {path}"
+                self._uses[want.name] = f"used: {path}"
                 return path
             self.reject(want.name, path, reason)
         return None
+
+    def offered(self, cache: str) -> None:
+        """What find() found is not read before an engine asks for it."""
+        use = self._uses.get(cache, "")
+        if use.startswith("used: "):
+            self._uses[cache] = f"to be {use}"
 
     def reject(self, cache: str, path: Path, reason: str) -> None:
         """A snapshot is not used."""

@@ -219,7 +219,8 @@ def _device(
     rows = [_cache(cache, now) for cache in reply.caches]
     for old in reply.old_generations:
         engines = _engines(old.engines, now)
-        note = _el("div", "freed when its engines end", class_="quiet")
+        label = f"'{old.label}', " if old.label else ""
+        note = _el("div", f"{label}freed when its engines end", class_="quiet")
         generation, size = str(old.generation), bytes_text(old.bytes)
         rows.append([old.cache, _state("old"), generation, size, engines, note])
     if rows:
@@ -244,7 +245,11 @@ def _cache(cache: CacheStatus, now: float) -> list[Element | str]:
         done = "comes back when an engine asks for it"
     elif not cache.generation:
         done = ""
-    said = ", ".join(filter(None, (done, snapshot)))
+    back = ""
+    if cache.rolled_back_at is not None:
+        back = f"rolled back {_ago(now, cache.rolled_back_at)} ago"
+    label = f"'{cache.label}'" if cache.label else ""
+    said = ", ".join(filter(None, (label, done, back, "live" if cache.live else "", snapshot)))
     detail.extend(_lines(said))
     if cache.phase:
         progress = _el("div", progress_text(cache))

@@ -38,6 +38,7 @@ from weightcached.snapshot.files import (
     remove_leftovers,
     remove_snapshot,
 )
+from weightcached.snapshot.rollback import read_rollback
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.process import die_with_parent
 from weightcached.wire.fetch import fetch_generation
@@ -124,9 +125,13 @@ def _is_whole(path: Path) -> bool:
 
 
 def _make_room(root: Path, directory: Path, nbytes: int, job: WriterJob) -> None:
-    """Remove the least recently used snapshots until `nbytes` fit. Raises SnapshotError."""
-    others = sorted(_all_snapshots(root), key=lambda found: found[0])
-    held = sum(size for _, size, _ in others)
+    """Remove the least recently used snapshots until `nbytes` fit. Raises SnapshotError.
+
+    Those that a rollback went back to stay: their checkpoints may be gone.
+    """
+    found = sorted(_all_snapshots(root), key=lambda each: each[0])
+    held = sum(size for _, size, _ in found)
+    others = [each for each in found if not _is_gone_back_to(each[2])]
     while True:
         over = held + nbytes - job.max_bytes if job.max_bytes else 0
         short = nbytes + _SPARE_NBYTES - _free_bytes(directory)
@@ -150,6 +155,13 @@ def _all_snapshots(root: Path) -> Iterator[tuple[float, int, Path]]:
         with suppress(OSError):
             info = (path / "data").stat()
             yield info.st_mtime, info.st_size, path
+
+
+def _is_gone_back_to(path: Path) -> bool:
+    with suppress(SnapshotError, OSError):
+        note = read_rollback(path.parent)
+        return note is not None and note.to == path.name
+    return False
 
 
 def _free_bytes(directory: Path) -> int:

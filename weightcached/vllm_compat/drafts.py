@@ -62,8 +62,11 @@ def draft_config(vllm_config: Any) -> Any:
 
 def load_config_of(vllm_config: Any) -> Any:
     """The LoadConfig by which an engine loads its draft."""
-    from vllm.model_executor.model_loader.utils import get_draft_load_config
-
+    try:
+        from vllm.model_executor.model_loader.utils import get_draft_load_config
+    except ImportError:
+        # vLLM 0.30: the draft's own, or the target's.
+        return vllm_config.speculative_config.draft_load_config or vllm_config.load_config
     return get_draft_load_config(vllm_config)
 
 

@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Tests that ran, by release.
+# Tests that ran, by release; docs/compatibility.md has the results.
 SEEN = {
-    "0.32": "CPU build 0.32.0: tests/engine",
+    "0.30": "CPU build 0.30.0: make matrix",
+    "0.31": "CPU build 0.31.0: make matrix",
+    "0.32": "CPU build 0.32.0: tests/engine, make matrix",
     "0.33": "CUDA build 0.33.0: tests/gpu, bench",
 }
 
@@ -44,6 +46,7 @@ REACHED = (
     VllmName("build", f"{_EXPERTS}:determine_expert_map"),
     VllmName("key", "vllm.envs:environment_variables"),
     VllmName("key", f"{_GROUPS}:get_ep_group"),
+    VllmName("guarded", "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc"),
     VllmName("live", "vllm.v1.engine.core:EngineCore.collective_rpc"),
     VllmName("live", "vllm.v1.engine.core:EngineCore.reset_prefix_cache"),
     VllmName("solo_rank", f"{_LOADER}.base_loader:BaseModelLoader.create_model"),
@@ -52,9 +55,12 @@ REACHED = (
     VllmName("solo_rank", f"{_GROUPS}:init_model_parallel_group"),
     VllmName("solo_rank", f"{_GROUPS}:_node_count"),
 )
-# Optional: imported only if vLLM's own options ask for it, or in another place in other releases.
+# Optional: imported only if vLLM's own options ask for it, in another place in other releases, or
+# not needed in a release that lacks it.
 OPTIONAL = frozenset(
     {
+        "vllm.device_allocator:alloc_conf",
+        "vllm.model_executor.model_loader.utils:get_draft_load_config",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         "vllm.entrypoints.common.cli_args:make_arg_parser",
         "vllm.entrypoints.common.cli_args:validate_parsed_serve_args",
@@ -82,7 +88,7 @@ def warn_of_unseen(log: logging.Logger, version: str) -> None:
         "weightcached was not tried with vLLM %s, only with %s; if the cache is not used, "
         "'python -m weightcached.vllm_compat.versions' lists the names that this vLLM lacks",
         version,
-        " and ".join(SEEN),
+        ", ".join(SEEN),
     )
 
 

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from weightcached.model import bind, mapped
 from weightcached.model.bind import Storages
 from weightcached.model.kv_scratch import KvPool, KvScratch
 from weightcached.segments.cuda_driver import Gpu
-from weightcached.vllm_compat import parked_start
+from weightcached.vllm_compat import guarded, parked_start
 from weightcached.vllm_compat.build import gpu_of_worker
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.patching import wrap_once
@@ -85,6 +86,8 @@ def install(
     if worker is not None:
         worker.weightcached_prepare_swap = prepare_swap
         worker.weightcached_swap = swap
+        worker.weightcached_labels = labels_of
+        setattr(worker, guarded.CALL, guarded.call)
 
 
 def models_of(worker: Any) -> list[nn.Module]:
@@ -102,6 +105,11 @@ def mapped_of(worker: Any) -> list[mapped.MappedModel]:
     """The mappings of a worker's models."""
     found = [mapped.of(model) for model in models_of(worker)]
     return [each for each in found if each is not None]
+
+
+def labels_of(worker: Any) -> dict[str, str]:
+    """The label of each mapped generation, by cache."""
+    return {model.cache: model.index.label for model in mapped_of(worker)}
 
 
 def refuse_writes(model: nn.Module) -> None:
@@ -260,6 +268,8 @@ def _find_obstacle(vllm_config: Any) -> str:
         return f"the KV connector {connector.kv_connector} registers its memory"
     if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
         return "hisparse_config places more than the KV cache there"
+    if (name := _set_expandable_segments()) and _find_alloc_conf() is None:
+        return f"this vLLM cannot set expandable_segments aside: leave it out of {name}"
     layers = vllm_config.compilation_config.static_forward_context
     for name, layer in layers.items():
         if any(kind.__name__ == "StaticSinkAttention" for kind in type(layer).__mro__):
@@ -288,8 +298,11 @@ def _in_kv_pool(parked: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_expandable_segments() -> Iterator[None]:
     """Torch maps those itself, at addresses of its own, and asks no pool's allocator."""
-    from vllm.device_allocator import alloc_conf
-
+    alloc_conf = _find_alloc_conf()
+    if alloc_conf is None:
+        # They are off: _find_obstacle().
+        yield
+        return
     before = alloc_conf.current_alloc_conf()
     name = alloc_conf.EXPANDABLE_SEGMENTS
     if not alloc_conf.conf_flag_enabled(before, name):
@@ -301,6 +314,23 @@ def _without_expandable_segments() -> Iterator[None]:
         yield
     finally:
         alloc_conf.set_alloc_conf(before)
+
+
+def _find_alloc_conf() -> Any:
+    """vLLM's module that reads and writes the settings of torch's allocator; None in vLLM 0.30."""
+    try:
+        from vllm.device_allocator import alloc_conf
+    except ImportError:
+        return None
+    return alloc_conf
+
+
+def _set_expandable_segments() -> str:
+    """The environment variable that turns them on, or ""."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next(
+        (name for name in names if "expandable_segments:True" in os.environ.get(name, "")), ""
+    )
 
 
 def _shutdown(original: Any) -> Any:

@@ -57,6 +57,11 @@ class DaemonChannel:
         self._last_sent = 0.0
         self.progress(0, total_bytes)
 
+    def set_apart(self, name: str, seconds: float) -> None:
+        """Count some of the present phase's seconds as another phase's, which went on beside it."""
+        self.phases[name] = self.phases.get(name, 0.0) + seconds
+        self._phase_began += seconds
+
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Bytes within the phase; sent at most a few times a second."""
         now = time.monotonic()

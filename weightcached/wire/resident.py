@@ -21,20 +21,28 @@ from weightcached.system.paths import check_private_dir
 from weightcached.wire.messages import EngineStatus, StatusReply
 
 MAX_BYTES = 1 << 20
+ON_DEMAND = "models on demand"
+NEXT = "next weights of live models"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Device memory of one generation, and the engines that map it."""
+    """Device memory of one generation, and the engines that map it.
+
+    reserved: not held yet, but kept for models on demand, or for new weights beside the present ones.
+    """
 
     cache: str
     generation: int
     nbytes: int
     engines: list[EngineStatus]
+    reserved: bool = False
 
 
 def held(status: StatusReply) -> list[Held]:
-    """The daemon's list of the memory that it holds, and of old generations that engines keep."""
+    """The daemon's list of the memory that it holds, of old generations that engines keep, and of
+    what it may hold yet.
+    """
     served = [
         Held(
             cache=c.name,
@@ -45,10 +53,43 @@ def held(status: StatusReply) -> list[Held]:
         for c in status.caches
         if c.bytes
     ]
-    return served + [
+    old = [
         Held(cache=o.cache, generation=o.generation, nbytes=o.bytes, engines=o.engines)
         for o in status.old_generations
     ]
+    reserved = _reserved(status, sum(h.nbytes for h in served + old))
+    return [*served, *old, *reserved, *_next(status)]
+
+
+def _next(status: StatusReply) -> list[Held]:
+    """Room for the next generation of a live model beside the present one, for the largest of them.
+
+    One that is there already, because an engine still maps the one before, needs no more.
+    """
+    by_model: dict[str, int] = {}
+    for cache in status.caches:
+        if cache.live:
+            model = cache.name.rpartition("/")[0]
+            by_model[model] = by_model.get(model, 0) + cache.bytes
+    for old in status.old_generations:
+        model = old.cache.rpartition("/")[0]
+        if model in by_model:
+            by_model[model] -= old.bytes
+    nbytes = max([0, *by_model.values()])
+    return (
+        [Held(cache=NEXT, generation=0, nbytes=nbytes, engines=[], reserved=True)] if nbytes else []
+    )
+
+
+def _reserved(status: StatusReply, held_bytes: int) -> list[Held]:
+    """The rest of the budget, as far as models on demand that are not there may need it."""
+    away = [c for c in status.caches if c.resident == "on-demand" and not c.bytes]
+    nbytes = status.budget - held_bytes
+    if all(cache.snapshot_bytes for cache in away):
+        nbytes = min(nbytes, sum(cache.snapshot_bytes for cache in away))
+    if not away or nbytes <= 0:
+        return []
+    return [Held(cache=ON_DEMAND, generation=0, nbytes=nbytes, engines=[], reserved=True)]
 
 
 class Resident(msgspec.Struct, frozen=True, kw_only=True):

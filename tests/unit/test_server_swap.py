@@ -1,0 +1,102 @@
+"""A service's engine swaps between pause and resume, and resumes whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightcached.vllm_compat import live
+from weightcached.vllm_compat.server import VllmEngine
+
+DONE = {"changed": True, "generations": {"m/target": 7}, "labels": {}, "seconds": 0.01}
+READY = {"newer": True, "reason": "", "code": ""}
+
+
+class Client:
+    """vLLM's client: what it was asked, and its workers' answers."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.prepared: list[dict[str, Any]] = [READY, READY]
+        self.error: Exception | None = None
+        self.drains = True
+        model = SimpleNamespace(enable_sleep_mode=True)
+        self.vllm_config = SimpleNamespace(model_config=model)
+        self.engine_core = self
+
+    async def collective_rpc(self, method: str, *, kwargs: Any = None) -> Any:
+        self.asked.append((method, kwargs) if kwargs else method)
+        if method == live.PREPARE:
+            return self.prepared
+        if self.error:
+            raise self.error
+        return [DONE, DONE]
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self.asked.append(("pause", mode, clear_cache))
+        if not self.drains:
+            await asyncio.sleep(60)
+
+    async def resume_scheduler_async(self) -> None:
+        self.asked.append("resume")
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+def swap(
+    client: Client, *, asleep: bool = False, on_swap: str = "drain", drain_s: float = 30
+) -> Any:
+    nothing: Any = None
+    engine = VllmEngine(nothing, client, nothing, nothing, asleep=asleep, free=0)
+    return asyncio.run(engine.swap(on_swap=on_swap, drain_s=drain_s))
+
+
+@pytest.mark.parametrize(("on_swap", "mode"), [("drain", "wait"), ("abort", "abort")])
+def test_attaches_before_the_pause_and_swaps_in_it(client: Client, on_swap: str, mode: str) -> None:
+    said = swap(client, on_swap=on_swap)
+    # Caches are reset after the swap, by the core.
+    assert client.asked == [live.PREPARE, ("pause", mode, False), live.SWAP, "resume"]
+    assert said["pause_s"] >= 0
+    assert said["drain_s"] >= 0
+    assert (said["outcome"], said["generation"]) == ("swapped", 7)
+
+
+def test_engine_that_has_the_newest_is_not_paused(client: Client) -> None:
+    client.prepared = [{**READY, "newer": False}] * 2
+    assert swap(client) == {"outcome": "unchanged"}
+    assert client.asked == [live.PREPARE]
+
+
+def test_reason_of_the_rank_that_has_one_is_told_without_a_pause(client: Client) -> None:
+    other = {"newer": False, "reason": "another rank", "code": "another-rank"}
+    own = {"newer": False, "reason": "its layers differ", "code": "not-live"}
+    client.prepared = [other, own]
+    assert swap(client) == {"outcome": "left", "reason": "its layers differ", "code": "not-live"}
+    assert client.asked == [live.PREPARE]
+
+
+def test_requests_that_do_not_end_keep_the_engine_on_its_weights(client: Client) -> None:
+    client.drains = False
+    said = swap(client, drain_s=0.01)
+    assert said == {
+        "outcome": "left", "reason": "its requests did not end within 0.01 s (drain_s)", "code": "timeout",
+    }  # fmt: skip
+    assert client.asked[-2:] == [(live.PREPARE, {"cancel": True}), "resume"]
+
+
+def test_swap_that_fails_is_told_and_the_engine_serves_on(client: Client) -> None:
+    client.error = RuntimeError("cuMemMap failed")
+    said = swap(client)
+    assert (said["outcome"], said["reason"]) == ("left", "cuMemMap failed")
+    assert client.asked[-1] == "resume"
+
+
+def test_sleeping_engine_swaps_and_sleeps_on(client: Client) -> None:
+    assert swap(client, asleep=True) == {"outcome": "swapped", "generation": 7}
+    assert client.asked == [live.PREPARE, live.SWAP]
