@@ -75,7 +75,7 @@ def swap(worker: Any) -> dict[str, Any]:
     return {
         "changed": bool(newer),
         "generations": {model.cache: model.ready.generation for model in models},
-        "labels": {model.cache: model.index.label for model in models},
+        "labels": vllm_worker.labels_of(worker),
         "seconds": time.perf_counter() - began_s,
     }
 

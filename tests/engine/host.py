@@ -221,12 +221,12 @@ def reload(llm: Any) -> str:
 
 
 def swap(llm: Any) -> Any:
-    """Have the workers map the newest weights; what they say, or the error's text."""
+    """Have the workers map the newest weights; what the first one says, or the error's text."""
     try:
-        (said,) = llm.collective_rpc("weightcached_swap")
+        said = llm.collective_rpc("weightcached_swap")
     except Exception as e:
         return f"{type(e).__name__}: {e}"
-    return said
+    return said[0]
 
 
 def prepare_swap(llm: Any) -> Any:
@@ -250,6 +250,12 @@ def mapped_generations(llm: Any) -> dict[str, Any]:
             for s in model.index.storages
         )
         found[model.cache] = model.ready.generation if equal else "mixed"
+    return found
+
+
+def generations_of_ranks(llm: Any) -> list[dict[str, Any]]:
+    """mapped_generations() of each worker process."""
+    found: list[dict[str, Any]] = llm.collective_rpc(mapped_generations)
     return found
 
 
@@ -323,7 +329,7 @@ CALLS = {
     "speculation": speculation, "draft": draft, "kv_blocks": kv_blocks,
     "tuning": tuning, "reload": reload, "writes": writes, "sleeping": sleeping, "wake": wake,
     "restore_devices": restore_devices, "swap": swap, "prepare_swap": prepare_swap,
-    "mapped_generations": mapped_generations,
+    "mapped_generations": mapped_generations, "generations_of_ranks": generations_of_ranks,
 }  # fmt: skip
 
 

@@ -282,22 +282,16 @@ def generate(
     return json.loads(answers[0])["tokens"], done.stdout + done.stderr
 
 
-def test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot(
+def test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot_and_a_rollback(
     service: Service, engines: Engines, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """A stop frees the weights, as a reboot does; vLLM has no part in bringing them back."""
-    model = models["untied"]
+    model, keys = models["untied"], {"dir": str(tmp_path / "snapshots"), "keep": 2}
     disk = engines.tokens(model, dtype="bfloat16")
-    service.manifest(
-        entry("untied", model, "cpu0", dtype="bfloat16"),
-        snapshots={"dir": str(tmp_path / "snapshots")},
-    )
+    service.manifest(entry("untied", model, "cpu0", dtype="bfloat16"), snapshots=keys)
     try:
         service.ctl("start", "cpu0")
-        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
-        while service.caches("cpu0")[0]["snapshot"] != "written":
-            assert time.monotonic() < deadline_s, service.caches("cpu0")
-            time.sleep(0.2)
+        until_written(service)
         service.ctl("stop", "cpu0")
         service.ctl("start", "cpu0")
         (cache,) = service.caches("cpu0")
@@ -307,6 +301,29 @@ def test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot(
         )
         assert engines.ask(call="mapped_bytes")["result"] > 0
         assert "all digests equal" in service.ctl("verify", "untied/target").stdout
+        # Other weights, and back to these: across a stop and a start, too.
+        tuned = entry("untied", models["tuned"], "cpu0", dtype="bfloat16")
+        service.manifest(tuned, snapshots=keys)
+        service.ctl("reload", "cpu0")
+        until_written(service)
+        service.ctl("rollback", "untied")
+        assert "rolled back" in service.ctl("reload", "cpu0").stdout
+        service.ctl("stop", "cpu0")
+        service.ctl("start", "cpu0")
+        (cache,) = service.caches("cpu0")
+        assert (cache["source"], cache["state"]) == ("restored", "ready")
+        assert cache["rolled_back_at"] is not None
+        assert (
+            engines.tokens(model, "ipc_cache", loader={"fallback": False}, dtype="bfloat16") == disk
+        )
+        assert engines.ask(call="mapped_bytes")["result"] > 0
     finally:
         service.ctl("stop", "cpu0", check=False)
         service.manager.systemctl("reset-failed", UNIT.format("cpu0"), check=False)
+
+
+def until_written(service: Service) -> None:
+    deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+    while service.caches("cpu0")[0]["snapshot"] != "written":
+        assert time.monotonic() < deadline_s, service.caches("cpu0")
+        time.sleep(0.2)

@@ -113,3 +113,42 @@ def test_killed_daemon_and_loader_leave_the_engine_on_one_generation(
     assert said.startswith("WeightCacheUnavailableError: "), said
     assert mapped.ask(call="mapped_generations")["result"] == {"m/target": newer}
     assert mapped.ask(again=True)["tokens"] == answers[other]
+
+
+def test_ranks_swap_together_or_not_at_all(
+    service: Service, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two tensor parallel ranks with a daemon each."""
+    layout: dict[str, Any] = {"tensor_parallel_size": 2, **BF16}
+
+    def place(name: str) -> None:
+        service.manifest(entry("m", models[name], "cpu0", "cpu1", **layout))
+
+    place("untied")
+    # One core for each rank: left alone, vLLM wants a NUMA node for each.
+    engines = Engines(service.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, tmp_path / "log")
+    try:
+        service.ctl("start", "cpu0", "cpu1")
+        own = {"fallback": False}
+        before = engines.tokens(
+            models["untied"], "ipc_cache", loader=own, distributed_executor_backend="mp", **layout
+        )
+        place("tuned")
+        service.ctl("reload", "cpu0")
+        said = engines.ask(call="swap")["result"]
+        assert "of different checkpoints: wait until the newest is ready" in said, said
+        assert engines.ask(call="generations_of_ranks")["result"] == [{"m/target": 1}] * 2
+        assert engines.ask(again=True)["tokens"] == before
+
+        service.ctl("reload", "cpu1")
+        assert engines.ask(call="swap")["result"]["changed"]
+        assert engines.ask(call="generations_of_ranks")["result"] == [{"m/target": 2}] * 2
+        assert engines.ask(again=True)["tokens"] != before
+        assert [
+            [e["generation"] for e in service.caches(device)[0]["engines"]]
+            for device in ("cpu0", "cpu1")
+        ] == [[2], [2]]
+        engines.ask(close=True)
+    finally:
+        engines.close()
+        service.ctl("stop", "cpu0", "cpu1", check=False)

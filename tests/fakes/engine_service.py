@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine
@@ -104,6 +105,8 @@ class FakeEngine:
         if "after" in answer and not Path(answer["after"]).exists():
             return {"outcome": "left", "reason": "not yet", "code": "another-rank"}
         answer.pop("after", None)
+        if answer["outcome"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if answer["outcome"] == "swapped":
             self.weights = answers["newest"]
         return {"pause_s": 0.01, **answer} if on_swap == "drain" else answer

@@ -348,6 +348,50 @@ def test_captured_graph_reads_mapped_weights(mapping: CudaMapping) -> None:
     assert torch.equal(out, torch.arange(1, 1025, dtype=torch.int32, device="cuda"))
 
 
+def test_captured_graph_reads_what_is_mapped_over_it_and_what_comes_back(
+    backend: CudaBackend,
+) -> None:
+    """As a swap does it: the descriptors of the first generation stay open until all ranks have
+    the second one."""
+    before = settled_free_bytes(backend)
+    first, second = published(backend, GIB, 2 * MIB), published(backend, GIB, 2 * MIB, fill=False)
+    mapping = backend.map([fd.dup() for fd in first], [GIB, 2 * MIB])
+    weight = mapping.view(0, 0, 4096).view(torch.int32)
+    address, out = weight.data_ptr(), torch.zeros(1024, dtype=torch.int32, device="cuda")
+    torch.add(weight, 1, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.add(weight, 1, out=out)
+
+    def replayed() -> torch.Tensor:
+        out.fill_(-1)
+        graph.replay()
+        return out.clone()
+
+    own = torch.arange(1, 1025, dtype=torch.int32, device="cuda")
+    other = backend.map([fd.dup() for fd in second], [GIB, 2 * MIB])
+    theirs = other.view(0, 0, 4096).view(torch.int32) + 1
+    del other
+    times: list[float] = []
+    for fds, expected in ((second, theirs), (first, own), (second, theirs)):
+        began_s = time.perf_counter()
+        mapping.map_again([fd.dup() for fd in fds])
+        times.append(time.perf_counter() - began_s)
+        assert torch.equal(replayed(), expected)
+    assert weight.data_ptr() == address
+    print(f"1 GiB and 2 MiB mapped over others: {', '.join(f'{1e3 * t:.2f}' for t in times)} ms")
+    for fd in first:
+        fd.close()
+    assert settled_free_bytes(backend) >= before - GIB - 2 * MIB - NOISE_NBYTES, (
+        "the first is freed"
+    )
+    for fd in second:
+        fd.close()
+    del weight, theirs
+    mapping.close()
+
+
 # ---- lifetime
 
 

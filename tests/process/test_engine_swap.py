@@ -153,6 +153,32 @@ def test_parked_engine_that_does_not_take_them_is_replaced(scene: Scene) -> None
     assert scene.service.get()["arguments"]["model"] == scene.new
 
 
+def test_engine_that_is_killed_in_a_swap_leaves_it_to_its_successor(scene: Scene) -> None:
+    scene.service.start()
+    scene.service.until_standby()
+    scene.say(**{"1": {"outcome": "killed"}})
+    scene.publish()
+    assert ("chat/2", "swapped") in outcomes(scene.swap())
+    scene.service.until(lambda s: s["generation"] == 2, "the parked engine serves")
+    assert scene.weights() == scene.new
+    # And so has the one that follows.
+    after = scene.service.until_standby()
+    kill_and_wait(scene, after["pid"], 3)
+    assert scene.weights() == scene.new
+
+
+def test_sleeping_service_wakes_with_the_new_weights(scene: Scene) -> None:
+    scene.service.start()
+    scene.service.until_standby()
+    scene.service.ask("sleep")
+    scene.publish()
+    said = scene.swap()
+    assert said
+    assert {outcome for _, outcome in outcomes(said)} == {"swapped"}
+    scene.service.ask("wake")
+    assert scene.weights() == scene.new
+
+
 def test_swap_waits_for_ranks_whose_daemon_still_loads(scene: Scene, short_tmp: Path) -> None:
     scene.service.start()
     scene.service.until_standby()

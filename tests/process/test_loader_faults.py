@@ -468,7 +468,7 @@ def nvmlDeviceGetHandleByIndex(index): return "handle"
 def nvmlDeviceGetMigMode(handle): raise NVMLError("Not Supported")
 def nvmlDeviceGetUUID(handle): return "{uuid}"
 def nvmlDeviceGetName(handle): return "NVIDIA H200"
-def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=1)
+def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=1, free=1)
 def nvmlSystemGetDriverVersion(): return "580.159.03"
 """
 

@@ -83,8 +83,11 @@ def test_rank_0_stays_until_a_slow_rank_has_seen_that_all_were_there(port: int) 
 
     def part(rank: int) -> bool:
         # Rank 1 comes first, and is held up before it looks again for rank 0.
-        rank_of_world = peers(rank, port, waiting=lambda: rank and looks_again.wait())
-        if rank == 0:
+        is_slow = threading.Event()
+        rank_of_world = peers(rank, port, waiting=lambda: is_slow.is_set() and looks_again.wait())
+        if rank == 1:
+            is_slow.set()
+        else:
             while not rank_of_world.store.check(["loaded/1"]):
                 time.sleep(0.01)
             threading.Timer(0.5, looks_again.set).start()

@@ -88,3 +88,24 @@ def test_results_of_the_old_weights_that_stay_are_an_error(core: Any) -> None:
     core.has_reset = False
     with pytest.raises(EngineError, match="the prefix cache still has results of the old ones"):
         core.collective_rpc(live.SWAP)
+
+
+@pytest.mark.parametrize(
+    ("labels", "version"),
+    [({"m/target": "step-1"}, "step-1"), ({"m/target": ""}, "default"), ({}, "default")],
+)
+def test_engine_that_starts_has_the_label_of_its_weights(
+    core: Any, labels: dict[str, str], version: str
+) -> None:
+    core.model_executor.collective_rpc = lambda method: [labels, labels]
+    live.name_weights(core)
+    assert core.version == version
+
+
+def test_start_goes_on_without_a_label(core: Any) -> None:
+    def fail(method: str) -> None:
+        raise RuntimeError(f"no {method}")
+
+    core.model_executor.collective_rpc = fail
+    live.name_weights(core)
+    assert core.version == "default"

@@ -747,6 +747,10 @@ def test_published_checkpoint_counts_until_the_manifest_names_another(
     (tmp_path / "step-2/tokenizer.json").touch()
     assert "tokenizer" not in load_manifest(path).models[0].engine
 
+    # Its own checkpoint gets a label, and is the same one.
+    same = msgspec.structs.replace(entry, path=own.engine["model"])
+    write_published(path, {"a": same})
+    assert load_manifest(path).models == [msgspec.structs.replace(own, label="step 2")]
     other = msgspec.structs.replace(entry, instead_of="/models/another")
     write_published(path, {"a": other})
     assert load_manifest(path).models == [own]

@@ -311,6 +311,16 @@ def test_install_says_nothing_of_the_manager_where_it_answers(
     assert "manager" not in CliRunner().invoke(main, ["install"]).stdout
 
 
+def test_user_of_zsh_is_told_how_it_finds_the_completion(
+    config: Path, commands: Path, no_manager: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(commands))
+    hint = "zsh completes it after 'fpath+=(DATA/zsh/site-functions)' before compinit in ~/.zshrc\n"
+    assert hint not in said(CliRunner().invoke(main, ["install"]), config)
+    monkeypatch.setenv("SHELL", "/usr/bin/zsh")
+    assert hint in said(CliRunner().invoke(main, ["install"]), config)
+
+
 def test_failed_install_exits_1(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from weightcached.config.drafts import has_cached_draft
 from weightcached.config.engines import EngineEntry, EngineSpec, resolve_engines
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, read
-from weightcached.config.published import read_published, with_published
+from weightcached.config.published import counts, read_published, with_published
 from weightcached.config.ranks import SIZES, Placement, layout_of, needs
 from weightcached.config.rendezvous import SOLO, Rendezvous
 from weightcached.config.sizes import SizeText, nbytes_of
@@ -187,7 +187,7 @@ def _with_published(path: Path, models: list[ModelSpec]) -> list[ModelSpec]:
     for model in models:
         entry = published.get(model.name)
         engine = with_published(model.engine, entry)
-        label = entry.label if entry is not None and engine is not model.engine else ""
+        label = entry.label if entry is not None and counts(entry, model.engine) else ""
         found.append(msgspec.structs.replace(model, engine=engine, label=label))
     return found
 

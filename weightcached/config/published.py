@@ -76,12 +76,17 @@ def write_published(manifest: Path, published: Mapping[str, Published]) -> None:
         raise ManifestError(f"{path} cannot be written: {e.strerror}") from e
 
 
+def counts(published: Published, engine: dict[str, Any]) -> bool:
+    """Whether it replaces what the manifest names now."""
+    return bool(published.instead_of == engine["model"])
+
+
 def with_published(engine: dict[str, Any], published: Published | None) -> dict[str, Any]:
     """Engine arguments with the published checkpoint, and what they had by the manifest's: the name
     that clients use, and the tokenizer if the checkpoint has none.
     """
     named = engine["model"]
-    if published is None or published.instead_of != named:
+    if published is None or not counts(published, engine) or published.path == named:
         return engine
     arguments = {**engine, "model": published.path}
     arguments.setdefault("served_model_name", [named])

@@ -22,6 +22,9 @@ _SWAP_TIMEOUT_S = 60.0
 # Ranks whose daemons have not all loaded the newest weights yet.
 _RANKS_TIMEOUT_S = 120.0
 _RANKS_PERIOD_S = 0.5
+# After the death of the engine that was to swap.
+_ATTEMPTS = 3
+_SUCCESSOR_S = 1.0
 _NOT_YET = frozenset({"another-rank", "still-loading"})
 # Never, while it runs: other layers, kernels or settings, or weights from disk.
 _NEVER = frozenset({"not-live", "key-mismatch", "shared-weights", "eplb", "weight-transfer"})
@@ -57,28 +60,44 @@ class Swaps:
         unless the serving engine stays on the old weights.
         """
         async with self._turn:
-            outcomes: list[dict[str, Any]] = []
-            behind = {e.number for e in self._service.engines.values() if e.phase is Phase.STARTING}
-            self._behind |= behind
-            for number in self._numbers():
-                said = await self._swap_one(number, on_swap=on_swap, drain_s=drain_s)
-                code = said.pop("code", "")
-                said["engine"] = f"{name}/{number}"
-                if said["outcome"] not in _TAKEN:
-                    if outcomes:
-                        # The serving engine has them, and this one must not take over from it.
-                        said["outcome"] = "restarting"
-                        self._end(number)
-                    else:
-                        self._behind -= behind
-                        if code in _NEVER:
-                            said["outcome"] = "restarting"
-                            self._restart(said["reason"])
-                        return [said]
+            for _ in range(_ATTEMPTS):
+                outcomes = await self._swap_all(
+                    name, present, newest, on_swap=on_swap, drain_s=drain_s
+                )
+                if outcomes is not None:
+                    return outcomes
+                # The engine that served has died meanwhile: its successor is to have them.
+                await asyncio.sleep(_SUCCESSOR_S)
+            return [{"engine": name, "outcome": "left", "reason": "its engines end one by one"}]
+
+    async def _swap_all(
+        self, name: str, present: StartPlan, newest: StartPlan, *, on_swap: str, drain_s: float
+    ) -> list[dict[str, Any]] | None:
+        """The same; None if the first engine ended instead of an answer."""
+        outcomes: list[dict[str, Any]] = []
+        behind = {e.number for e in self._service.engines.values() if e.phase is Phase.STARTING}
+        self._behind |= behind
+        for number in self._numbers():
+            said = await self._swap_one(number, on_swap=on_swap, drain_s=drain_s)
+            code = said.pop("code", "")
+            said["engine"] = f"{name}/{number}"
+            if said["outcome"] in _TAKEN:
                 outcomes.append(said)
                 self._note(number, newest)
-            present.arguments, present.digest = newest.arguments, newest.digest
-            return outcomes
+            elif outcomes:
+                # The serving engine has them, and this one must not take over from it.
+                self._end(number)
+                outcomes.append({**said, "outcome": "restarting"})
+            else:
+                self._behind -= behind
+                if code == "no-answer" and not self._is_up(number):
+                    return None
+                if code in _NEVER:
+                    said["outcome"] = "restarting"
+                    self._restart(said["reason"])
+                return [said]
+        present.arguments, present.digest = newest.arguments, newest.digest
+        return outcomes
 
     async def catch_up(self, number: int, plan: StartPlan, *, drain_s: float) -> bool:
         """Before a started engine is used: whether it has the newest weights."""
@@ -91,6 +110,10 @@ class Swaps:
                 return False
             self._note(number, plan)
             return True
+
+    def _is_up(self, number: int) -> bool:
+        engine = self._service.engines.get(number)
+        return engine is not None and engine.phase is not Phase.ENDING
 
     def _numbers(self) -> list[int]:
         """Engines that are up, the one with the endpoint first."""

@@ -13,23 +13,27 @@ import sys
 from typing import Any
 
 from weightcached.errors import EngineError
-from weightcached.vllm_compat import parked_start
+from weightcached.vllm_compat import guarded, parked_start
 from weightcached.vllm_compat.patching import wrap_once
 
 log = logging.getLogger("vllm.weightcached")
 
 SWAP = "weightcached_swap"
 PREPARE = "weightcached_prepare_swap"
+LABELS = "weightcached_labels"
 
 
 def install() -> None:
     """Patch the engine core, if this process has imported it. May be called again."""
+    guarded.install()
     core = sys.modules.get("vllm.v1.engine.core")
     wrap_once(getattr(core, "EngineCore", None), "collective_rpc", _collective_rpc)
 
 
 def _collective_rpc(original: Any) -> Any:
     def collective_rpc(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        # The executor may have been imported after the plug-ins were loaded.
+        guarded.install()
         if method != SWAP:
             return original(self, method, *arguments, **named)
         _check_idle(self)
@@ -71,6 +75,17 @@ def _forget_results(core: Any) -> None:
         )
     if hasattr(core.scheduler, "reset_encoder_cache"):
         core.scheduler.reset_encoder_cache()
+
+
+def name_weights(core: Any) -> None:
+    """Tell an engine that starts the label of the weights that it maps, if it maps any."""
+    if not hasattr(core, "set_weight_version"):
+        return
+    try:
+        _tell_version(core, [{"labels": core.model_executor.collective_rpc(LABELS)[0]}])
+    except Exception as e:
+        # Not worth an engine's start.
+        log.debug("cannot tell the label of the weights: %s", e)
 
 
 def _tell_version(core: Any, results: list[dict[str, Any]]) -> None:

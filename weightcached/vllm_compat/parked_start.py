@@ -60,17 +60,28 @@ def _sleeping_init(original: Any) -> Any:
         original(self, *arguments, **named)
         # An engine core within its client's process; others are not complete yet.
         if type(self).__name__ == "EngineCore":
-            _fall_asleep(self)
+            _begin(self)
 
     return __init__
 
 
 def _sleeping_loop(original: Any) -> Any:
     def run_busy_loop(self: Any) -> Any:
-        _fall_asleep(self)
+        _begin(self)
         return original(self)
 
     return run_busy_loop
+
+
+def _begin(core: Any) -> None:
+    # It imports this module.
+    from weightcached.vllm_compat import guarded, live
+
+    # By now the executor is imported, which sleep and wake call without the core.
+    guarded.install()
+    if core.vllm_config.load_config.load_format in OWN_LOAD_FORMATS:
+        live.name_weights(core)
+    _fall_asleep(core)
 
 
 def _fall_asleep(core: Any) -> None:

@@ -46,6 +46,7 @@ REACHED = (
     VllmName("build", f"{_EXPERTS}:determine_expert_map"),
     VllmName("key", "vllm.envs:environment_variables"),
     VllmName("key", f"{_GROUPS}:get_ep_group"),
+    VllmName("guarded", "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc"),
     VllmName("live", "vllm.v1.engine.core:EngineCore.collective_rpc"),
     VllmName("live", "vllm.v1.engine.core:EngineCore.reset_prefix_cache"),
     VllmName("solo_rank", f"{_LOADER}.base_loader:BaseModelLoader.create_model"),

@@ -27,7 +27,7 @@ from weightcached.model import bind, mapped
 from weightcached.model.bind import Storages
 from weightcached.model.kv_scratch import KvPool, KvScratch
 from weightcached.segments.cuda_driver import Gpu
-from weightcached.vllm_compat import parked_start
+from weightcached.vllm_compat import guarded, parked_start
 from weightcached.vllm_compat.build import gpu_of_worker
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.patching import wrap_once
@@ -86,6 +86,8 @@ def install(
     if worker is not None:
         worker.weightcached_prepare_swap = prepare_swap
         worker.weightcached_swap = swap
+        worker.weightcached_labels = labels_of
+        setattr(worker, guarded.CALL, guarded.call)
 
 
 def models_of(worker: Any) -> list[nn.Module]:
@@ -103,6 +105,11 @@ def mapped_of(worker: Any) -> list[mapped.MappedModel]:
     """The mappings of a worker's models."""
     found = [mapped.of(model) for model in models_of(worker)]
     return [each for each in found if each is not None]
+
+
+def labels_of(worker: Any) -> dict[str, str]:
+    """The label of each mapped generation, by cache."""
+    return {model.cache: model.index.label for model in mapped_of(worker)}
 
 
 def refuse_writes(model: nn.Module) -> None:
