@@ -101,7 +101,7 @@ FEATURES = {
     ),
     "snapshot": Feature(
         "restored from a snapshot",
-        (f"{END_TO_END}::test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot",),
+        (f"{END_TO_END}::test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot_and_a_rollback",),
     ),
     "copy": Feature(
         "mode `copy`",
