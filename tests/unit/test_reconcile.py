@@ -13,7 +13,7 @@ from weightcached.config.manifest import ModelSpec
 from weightcached.config.wanted import Wanted
 from weightcached.daemon.caches import Caches
 from weightcached.daemon.fdstore import adopt
-from weightcached.daemon.reconcile import plan
+from weightcached.daemon.planning import plan
 
 SPEC = ModelSpec(name="tiny", devices=["cpu0"], engine={"model": "m"})
 

@@ -1,6 +1,6 @@
 """Serve the caches that the manifest names: at start, at `weightcachectl reload`, and on SIGHUP.
 
-plan() decides, as a function of data; Reconciler carries it out. Loads use the device one at a
+planning.plan() decides; Reconciler carries it out. Loads use the device one at a
 time: two would need twice the memory beside what is served. Children of the next loads start ahead,
 because importing vLLM takes longer than loading many models; they wait for their turn. If a load
 fails, the served generation stays.
@@ -41,7 +41,9 @@ from weightcached.daemon.loading import (
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.notify import Notifier
+from weightcached.daemon.planning import is_current, meeting_of, plan
 from weightcached.daemon.residency import Residency
+from weightcached.daemon.retiring import Retirement
 from weightcached.daemon.retries import Retries
 from weightcached.daemon.rollbacks import HELD, Before
 from weightcached.daemon.snapshots import Snapshots
@@ -55,8 +57,7 @@ from weightcached.errors import (
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
-from weightcached.wire.loader_job import Meeting
-from weightcached.wire.messages import CacheOutcome, Role
+from weightcached.wire.messages import CacheOutcome
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +79,6 @@ _WITH_ROOM_FOR_ONE = (
 
 class NoRoomError(LoadFailedError):
     """The budget has no room beside what engines use, and what must stay resident."""
-
-
-class Plan(NamedTuple):
-    load: list[Wanted]
-    unchanged: list[Wanted]
-    drop: list[str]
-    # On demand: not loaded before an engine asks.
-    offer: list[Wanted]
 
 
 class Replaced(NamedTuple):
@@ -139,61 +132,6 @@ def loaders_ahead() -> int:
     return min(_MAX_AHEAD, (os.cpu_count() or 1) // _CORES_FOR_EACH_AHEAD)
 
 
-def meeting_of(spec: ModelSpec, role: Role) -> Meeting | None:
-    """The meeting place of the role's loaders; None if each loads alone."""
-    place = spec.rendezvous
-    if place is None:
-        return None
-    return Meeting(
-        host=place.host, port=place.port_of(role), timeout_s=place.timeout_s, devices=spec.devices
-    )
-
-
-def plan(
-    wanted: Sequence[Wanted],
-    caches: Caches,
-    *,
-    stale: Collection[str],
-    force: bool,
-    only: Collection[str],
-    starting: bool = False,
-) -> Plan:
-    """The caches to load, keep and drop.
-
-    stale: caches that a load would make differently; empty `only`: all. A daemon that is `starting`
-    does not load caches that were dropped before. On-demand models that are not served are loaded
-    only if they are named.
-    """
-    aside = caches.aside() if starting else {}
-    chosen = [want for want in wanted if (not only or want.name in only) and want.name not in aside]
-    load: list[Wanted] = []
-    unchanged: list[Wanted] = []
-    offer: list[Wanted] = []
-    for want in chosen:
-        cache = caches.get(want.name)
-        if want.spec.on_demand and not only and (cache is None or cache.generation is None):
-            # One that an engine waits for is loaded already, or will be.
-            if cache is None or cache.load is None:
-                offer.append(want)
-            continue
-        current = is_current(want, caches, stale)
-        (unchanged if current and not force else load).append(want)
-    names = {want.name for want in wanted}
-    drop = [
-        cache.name
-        for cache in caches
-        if cache.name not in names and (not only or cache.name in only)
-    ]
-    return Plan(load, unchanged, drop, offer)
-
-
-def is_current(want: Wanted, caches: Caches, stale: Collection[str]) -> bool:
-    """Whether the served generation is the wanted one."""
-    cache = caches.get(want.name)
-    served = cache.generation if cache else None
-    return served is not None and served.spec_digest == want.spec_digest and want.name not in stale
-
-
 class Reconciler:
     """Runs reconciliations one after the other."""
 
@@ -224,9 +162,7 @@ class Reconciler:
         self._loader = loader
         self._device = device
         self._boot_id = boot_id
-        self._unmap_parked = unmap_parked
         self._holds = holds or Holds()
-        self._freeing: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
         self._peers = peers
         self._explicit_manifest = manifest
@@ -235,13 +171,12 @@ class Reconciler:
         self._last_look = look()
         self._snapshots = snapshots
         self._residency = residency
+        self._retirement = Retirement(caches, matcher, store, snapshots, self._holds, unmap_parked)
         self._tally = tally
         self._lock = asyncio.Lock()
         # Failed caches that may load if tried again without a change.
         self.retries = Retries()
         self._wanted: dict[str, Wanted] = {}
-        self._noted = caches.aside()
-        self._note_turn = asyncio.Lock()
         self.manifest = str(manifest or "")
         self.manifest_error = ""
         # Set once the caches that the manifest names are known, or the manifest was refused.
@@ -285,7 +220,7 @@ class Reconciler:
                     await self._find_key(want, look)
             finally:
                 self.settled.set()
-            await self._note_aside()
+            await self._retirement.note_aside()
             self._caches.changed.fire()
             # A forced reload distrusts the snapshots too.
             outcomes += await self._load_all(todo.load, None if force else look)
@@ -354,7 +289,7 @@ class Reconciler:
         self.retries.settled(cache.name)
         if cache.generation is None:
             cache.offer(cache.last_key, cache.last_nbytes)
-            await self._set_aside(None)
+            await self._retirement.set_aside(None)
             return
         generation = cache.evict()
         self._tally.evicted(cache.name)
@@ -364,7 +299,7 @@ class Reconciler:
             generation.number,
             generation.nbytes,
         )
-        await self._set_aside(generation)
+        await self._retirement.set_aside(generation)
 
     def is_writing(self, cache: Cache) -> bool:
         """Whether the snapshot of the served generation is being written, or is to be."""
@@ -549,9 +484,9 @@ class Reconciler:
         The served generation of the same cache goes last, if it can be restored: it is returned.
         Raises NoRoomError, but only for a size that is known.
         """
-        if self._residency.budget and self._freeing:
+        if self._residency.budget:
             # No engine measures memory now, so that these end.
-            await asyncio.wait(self._freeing, timeout=_FREEING_S)
+            await self._retirement.freed(timeout_s=_FREEING_S)
         old = cache.generation
         nbytes = old.nbytes if old else cache.last_nbytes or _estimated_bytes(cache, want)
         if await self._residency.make_room(cache, nbytes, self.evict):
@@ -888,7 +823,7 @@ class Reconciler:
             generation.load_seconds,
         )
         if old is not None:
-            await self._retire(old)
+            await self._retirement.retire(old)
 
     def _record_failure(self, cache: Cache, error: LoadFailedError) -> None:
         no_room, on_demand = isinstance(error, NoRoomError), cache.resident == "on-demand"
@@ -919,12 +854,12 @@ class Reconciler:
         generation = self._caches.remove(name)
         self.retries.settled(name)
         if generation is not None:
-            await self._retire(generation)
+            await self._retirement.retire(generation)
 
     async def drop(self, cache: Cache) -> None:
         """Stop serving a cache until a reload; free its memory, except engines' mappings."""
         self.retries.settled(cache.name)
-        await self._set_aside(cache.drop())
+        await self._retirement.set_aside(cache.drop())
 
     async def release(self, cache: Cache, *, by: int) -> None:
         """Free the generation of a cache whose engines have copies of their own, the last one process `by`."""
@@ -935,67 +870,7 @@ class Reconciler:
             generation.number,
             generation.nbytes,
         )
-        await self._set_aside(generation, by=by)
-
-    async def _set_aside(self, generation: Generation | None, *, by: int | None = None) -> None:
-        self._caches.changed.fire()
-        # Noted first: a daemon that dies in between finds both, and frees the rest. To the end,
-        # also if the peer that asked for it leaves meanwhile.
-        await asyncio.shield(asyncio.create_task(self._note_and_retire(generation, by)))
-
-    async def _note_and_retire(self, generation: Generation | None, by: int | None) -> None:
-        await self._note_aside()
-        if generation is not None:
-            await self._retire(generation, by=by)
-
-    async def _note_aside(self) -> None:
-        """Have the manager keep which caches are to stay unloaded, if that has changed."""
-        async with self._note_turn:
-            aside = self._caches.aside()
-            if aside == self._noted:
-                return
-            try:
-                await asyncio.to_thread(self._store.note_aside, aside)
-            except StoreError as e:
-                log.warning("a restart will load dropped caches again error=%s", e)
-            else:
-                self._noted = aside
-
-    async def _retire(self, generation: Generation, *, by: int | None = None) -> None:
-        """Free its memory, at once, or once no engine relies on the device's memory but process `by`."""
-        self._snapshots.stop_writing(generation)
-        self._matcher.forget(generation)
-        if names := self._holds.names(but=by):
-            log.info(
-                "freed once engines have measured memory cache=%s engines=%s",
-                generation.cache,
-                names,
-            )
-            task = asyncio.create_task(self._free_later(generation, by))
-            self._freeing.add(task)
-            task.add_done_callback(self._freeing.discard)
-        else:
-            await self._free(generation)
-
-    async def _free_later(self, generation: Generation, by: int | None) -> None:
-        await self._holds.none(but=by)
-        await self._free(generation)
-
-    async def _free(self, generation: Generation) -> None:
-        generation.retire()
-        # The client may leave meanwhile; then the store would keep the memory for good.
-        await asyncio.shield(asyncio.create_task(self._take_out(generation)))
-        # Engines that sleep need it no more than we do; those that are awake keep it mapped.
-        if self._unmap_parked is not None:
-            await self._unmap_parked(generation)
-
-    async def _take_out(self, generation: Generation) -> None:
-        try:
-            await asyncio.to_thread(self._store.remove, generation)
-        except StoreError as e:
-            log.warning(
-                "stays in the store until the unit stops cache=%s error=%s", generation.cache, e
-            )
+        await self._retirement.set_aside(generation, by=by)
 
 
 def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
