@@ -66,7 +66,7 @@ LIMITS = {
 class Clients:
     """Clients that ask all the time, each with a prompt of its own.
 
-    seen: by prompt, the answers while `learning`; `wrong` counts answers that were not among them.
+    seen: by prompt, the answers while `learning`; `wrong` are answers that were not among them.
     """
 
     def __init__(self, port: int, count: int, tokens: int) -> None:
@@ -77,6 +77,7 @@ class Clients:
         self.learning = ""
         self.seen: dict[str, list[set[tuple[int, ...]]]] = {}
         self.by_model: Counter[str] = Counter()
+        self._to_judge: list[tuple[int, tuple[int, ...]]] = []
         self._port, self._count, self._tokens = port, count, tokens
         self._stop = threading.Event()
         self._threads = [
@@ -99,7 +100,7 @@ class Clients:
             self.gaps.append(now_s - last_s)
             last_s = now_s
             self.answers += 1
-            self._judge(number, tokens, learning)
+            self._note(number, tokens, learning)
         connection.close()
 
     def _ask(self, connection: http.client.HTTPConnection, number: int) -> tuple[int, ...]:
@@ -119,18 +120,24 @@ class Clients:
             raise ValueError(f"it ended with {choice['finish_reason']}")
         return tuple(choice["token_ids"])
 
-    def _judge(self, number: int, tokens: tuple[int, ...], learning: str) -> None:
+    def _note(self, number: int, tokens: tuple[int, ...], learning: str) -> None:
         if learning and learning == self.learning:
             self.seen.setdefault(learning, [set() for _ in range(self._count)])[number].add(tokens)
             return
         if learning or self.learning:
             # It began before, or ends after.
             return
-        for name, seen in self.seen.items():
-            if tokens in seen[number]:
-                self.by_model[name] += 1
-                return
-        self.wrong.append(f"prompt {number}: {tokens[:8]}")
+        self._to_judge.append((number, tokens))
+
+    def judge(self) -> None:
+        """Count the answers by model: at the end, since those of a model are not known at once."""
+        for number, tokens in self._to_judge:
+            for name, seen in self.seen.items():
+                if tokens in seen[number]:
+                    self.by_model[name] += 1
+                    break
+            else:
+                self.wrong.append(f"prompt {number}: {tokens[:8]}")
 
     def learn(self, name: str) -> None:
         """Take the next answers as those of this model."""
@@ -295,6 +302,7 @@ class Bench:
             while self.used_bytes() > before + (64 << 20) and time.monotonic() < deadline_s:
                 time.sleep(0.5)
             after = self.used_bytes()
+        asking.judge()
         pauses = [s["pause_s"] for s in self.results["swaps"]]
         self.results |= {
             "pause_median_s": statistics.median(pauses), "pause_worst_s": max(pauses),
