@@ -397,10 +397,10 @@ def mapping_is_told(process: Process) -> Iterator[None]:
 
     def build(
         self: Any, vllm_config: Any, model_config: Any, prefix: str, attachment: Any
-    ) -> tuple[nn.Module, None, object]:
+    ) -> tuple[nn.Module, object, object]:
         mapped = nn.Identity()
         mapped.generation = attachment.ready.generation
-        return mapped, None, object()
+        return mapped, object(), object()
 
     def keep(
         self: Any, vllm_config: Any, model_config: Any, model: Any, attachment: Any, *memory: Any
