@@ -70,7 +70,11 @@ def write_published(manifest: Path, published: Mapping[str, Published]) -> None:
         if not published:
             path.unlink(missing_ok=True)
             return
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(published), indent=2))
+        with part.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(published), indent=2))
+            file.flush()
+            # Else a machine that crashes now may have an empty file under the name, and no manifest.
+            os.fsync(file.fileno())
         part.replace(path)
     except OSError as e:
         raise ManifestError(f"{path} cannot be written: {e.strerror}") from e
