@@ -622,19 +622,11 @@ class Reconciler:
         self, cache: Cache, want: Wanted, load: LoadProgress, path: Path, spec_digest: str
     ) -> Delivery:
         """Read this snapshot, whatever a load would make. Raises LoadFailedError, OSError."""
-
-        def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
-            advanced = load.advance(phase, done_bytes, total_bytes)
-            if advanced:
-                self._notifier.progress(cache, load)
-            return advanced
-
-        run = self._loader(
-            self._request(cache, want)._replace(spec_digest=spec_digest),
-            on_progress=on_progress,
-            on_key=lambda key: setattr(load, "key", key),
-            turn=_given_turn(),
-            command=self._snapshots.restorer(path, want.spec.python),
+        request = self._request(cache, want)._replace(spec_digest=spec_digest)
+        turn = asyncio.Event()
+        turn.set()
+        run = self._child(cache, request, load, turn)(
+            command=self._snapshots.restorer(path, want.spec.python)
         )
         return replace(await run.run(), source="restored", snapshot=path)
 
@@ -701,24 +693,7 @@ class Reconciler:
         expected_key = cache.load.expected_key if cache.load else None
         load = cache.begin_load()
         load.expected_key = expected_key
-
-        def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
-            advanced = load.advance(phase, done_bytes, total_bytes)
-            if advanced and turn.is_set():
-                self._notifier.progress(cache, load)
-            return advanced
-
-        def on_key(key: WeightCacheKey) -> None:
-            load.key = key
-            self._caches.changed.fire()
-
-        run = partial(
-            self._loader,
-            self._request(cache, want),
-            on_progress=on_progress,
-            on_key=on_key,
-            turn=turn,
-        )
+        run = self._child(cache, self._request(cache, want), load, turn)
         path = None if along else await self._find_snapshot(want, load, look)
         if path is not None:
             try:
@@ -735,6 +710,23 @@ class Reconciler:
         finally:
             caller.cancel()
             await asyncio.gather(caller, return_exceptions=True)
+
+    def _child(
+        self, cache: Cache, request: LoadRequest, load: LoadProgress, turn: asyncio.Event
+    ) -> Callable[..., LoaderRun]:
+        """Makes the run of a loader or a restorer, whose progress is that of the cache."""
+
+        def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
+            advanced = load.advance(phase, done_bytes, total_bytes)
+            if advanced and turn.is_set():
+                self._notifier.progress(cache, load)
+            return advanced
+
+        def on_key(key: WeightCacheKey) -> None:
+            load.key = key
+            self._caches.changed.fire()
+
+        return partial(self._loader, request, on_progress=on_progress, on_key=on_key, turn=turn)
 
     async def _find_snapshot(
         self, want: Wanted, load: LoadProgress, look: Staleness | None
@@ -901,12 +893,6 @@ def _take_over_digest(generation: Generation, last_key: WeightCacheKey | None) -
     last, now = last_key.checkpoint, generation.key.checkpoint
     if msgspec.structs.replace(last, full=now.full) == now:
         generation.full_digest = last.full
-
-
-def _given_turn() -> asyncio.Event:
-    turn = asyncio.Event()
-    turn.set()
-    return turn
 
 
 def _served_number(cache: Cache) -> int:
