@@ -40,6 +40,8 @@ from weightcached.wire.services import ask_service
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
+# The name by which clients ask for the model.
+MODEL = "bench"
 SHAPES = {
     "8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocab": 128256},
     "1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "vocab": 128256},
@@ -157,8 +159,16 @@ def complete(port: int, *, tokens: int = 1, timeout_s: float = REQUEST_TIMEOUT_S
 
 def ask(connection: http.client.HTTPConnection, tokens: int) -> list[int]:
     """The tokens of one completion."""
+    found: list[int] = choice_of(connection, [5, 6, 7, 8, 9, 10], tokens)["token_ids"]
+    return found
+
+
+def choice_of(
+    connection: http.client.HTTPConnection, prompt: list[int], tokens: int
+) -> dict[str, Any]:
+    """The choice of one completion, as vLLM answers it. Raises OSError, HTTPException."""
     body = {
-        "model": "bench", "prompt": [5, 6, 7, 8, 9, 10], "max_tokens": tokens, "temperature": 0,
+        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     headers = {"Content-Type": "application/json"}
@@ -169,11 +179,35 @@ def ask(connection: http.client.HTTPConnection, tokens: int) -> list[int]:
         raise http.client.HTTPException(f"{response.status} {data[:200]!r}")
     if response.will_close:
         connection.close()
-    found: list[int] = json.loads(data)["choices"][0]["token_ids"]
+    found: dict[str, Any] = json.loads(data)["choices"][0]
     return found
 
 
-class Clients:
+class ClientThreads:
+    """Threads that ask from a block's first answer, for which it waits, until its end.
+
+    answers: true once there is one.
+    """
+
+    answers: Any
+
+    def __init__(self, runs: Sequence[Callable[[], None]]) -> None:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in runs]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        until(lambda: self.answers, "a first answer", timeout_s=REQUEST_TIMEOUT_S)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(REQUEST_TIMEOUT_S)
+
+
+class Clients(ClientThreads):
     """Clients that ask all the time. answers: times of answers.
 
     A connection that is closed after an answer is opened again.
@@ -184,8 +218,7 @@ class Clients:
         self.refused: list[str] = []
         self.failed: list[str] = []
         self._port, self._tokens, self._keep = port, tokens, keep
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
+        super().__init__([self._run] * count)
 
     def _run(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_TIMEOUT_S)
@@ -216,17 +249,6 @@ class Clients:
         """The longest time without an answer."""
         times = sorted(t for t in self.answers if t >= since)
         return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        until(lambda: self.answers, "a first answer", timeout_s=REQUEST_TIMEOUT_S)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(REQUEST_TIMEOUT_S)
 
 
 class Bench:
@@ -313,7 +335,7 @@ class Bench:
             engine = {"model": str(path), "skip_tokenizer_init": True}
             engine |= {"tensor_parallel_size": len(self.devices)}
             models.append({"name": name, "devices": self.devices, "engine": engine})
-            arguments = {**self.arguments, "served_model_name": ["bench"], **changed}
+            arguments = {**self.arguments, "served_model_name": [MODEL], **changed}
             engines.append(
                 {
                     "name": name,
@@ -551,7 +573,7 @@ class Bench:
         if way != "disk":
             command += ["--load-format", "ipc_cache", "--model-loader-extra-config", loader]
         command += ["--tensor-parallel-size", str(len(self.devices))]
-        command += ["--served-model-name", "bench", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--skip-tokenizer-init"]
         for key, value in self.arguments.items():
             option = f"--{key.replace('_', '-')}"

@@ -19,20 +19,22 @@ import shutil
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.engine import (
+    MODEL,
     REQUEST_TIMEOUT_S,
+    ClientThreads,
     Process,
+    choice_of,
     devices_of,
     free_ports,
     make_model,
@@ -49,7 +51,6 @@ from weightcached.system.paths import choose_runtime_dir
 from weightcached.wire.messages import ReloadReply
 from weightcached.wire.services import ask_service
 
-MODEL = "bench"
 START_TIMEOUT_S = 300.0
 RELOAD_TIMEOUT_S = 300.0
 LEARN_S = 4.0
@@ -63,7 +64,7 @@ LIMITS = {
 }
 
 
-class Clients:
+class Clients(ClientThreads):
     """Clients that ask all the time, each with a prompt of its own.
 
     seen: by prompt, the answers while `learning`; `wrong` are answers that were not among them.
@@ -79,10 +80,7 @@ class Clients:
         self.by_model: Counter[str] = Counter()
         self._to_judge: list[tuple[int, tuple[int, ...]]] = []
         self._port, self._count, self._tokens = port, count, tokens
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(count)
-        ]
+        super().__init__([partial(self._run, number) for number in range(count)])
 
     def _run(self, number: int) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_TIMEOUT_S)
@@ -105,17 +103,7 @@ class Clients:
 
     def _ask(self, connection: http.client.HTTPConnection, number: int) -> tuple[int, ...]:
         prompt = [5 + number, 14, 25, 36, 47, 58, 69, 80]
-        body = {
-            "model": MODEL, "prompt": prompt, "max_tokens": self._tokens, "temperature": 0,
-            "ignore_eos": True, "return_token_ids": True,
-        }  # fmt: skip
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        data = response.read()
-        if response.status != 200:
-            raise http.client.HTTPException(f"{response.status} {data[:200]!r}")
-        choice = json.loads(data)["choices"][0]
+        choice = choice_of(connection, prompt, self._tokens)
         if choice["finish_reason"] != "length":
             raise ValueError(f"it ended with {choice['finish_reason']}")
         return tuple(choice["token_ids"])
@@ -148,17 +136,6 @@ class Clients:
             timeout_s=REQUEST_TIMEOUT_S,
         )  # fmt: skip
         self.learning = ""
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        until(lambda: self.answers, "a first answer", timeout_s=REQUEST_TIMEOUT_S)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(REQUEST_TIMEOUT_S)
 
 
 class Bench:
