@@ -223,14 +223,18 @@ class Soak:
         if self.processes:
             self.processes.pop()[0].close()
 
-    def release(self) -> None:
-        """By the only engine there is: the others leave first."""
-        if self.served is None:
-            return
+    def leave(self) -> None:
+        """All engines end."""
         while self.engines:
             self.detach()
         while self.processes:
             self.kill_engine()
+
+    def release(self) -> None:
+        """By the only engine there is: the others leave first."""
+        if self.served is None:
+            return
+        self.leave()
         self.attach()
         engine = self.engines.pop()
         assert isinstance(engine.client.ask(Release()), Done)
@@ -258,10 +262,7 @@ class Soak:
         """The next engine brings it back."""
         if self.served is None:
             return
-        while self.engines:
-            self.detach()
-        while self.processes:
-            self.kill_engine()
+        self.leave()
         self.daemon.until(lambda s: not s.caches[0].engines, "the end of the leases")
         with self.daemon.client("ctl") as tool:
             tool.expect(Evict(cache=CACHE), Done)
