@@ -107,6 +107,10 @@ class FakeEngine:
         answer.pop("after", None)
         if answer["outcome"] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if answer["outcome"] == "dies":
+            # As one whose core is dead: it says so first.
+            asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the core has ended")
         if answer["outcome"] == "swapped":
             self.weights = answers["newest"]
         return {"pause_s": 0.01, **answer} if on_swap == "drain" else answer

@@ -153,10 +153,11 @@ def test_parked_engine_that_does_not_take_them_is_replaced(scene: Scene) -> None
     assert scene.service.get()["arguments"]["model"] == scene.new
 
 
-def test_engine_that_is_killed_in_a_swap_leaves_it_to_its_successor(scene: Scene) -> None:
+@pytest.mark.parametrize("how", ["killed", "dies"])
+def test_engine_that_is_killed_in_a_swap_leaves_it_to_its_successor(scene: Scene, how: str) -> None:
     scene.service.start()
     scene.service.until_standby()
-    scene.say(**{"1": {"outcome": "killed"}})
+    scene.say(**{"1": {"outcome": how}})
     scene.publish()
     assert ("chat/2", "swapped") in outcomes(scene.swap())
     scene.service.until(lambda s: s["generation"] == 2, "the parked engine serves")

@@ -25,6 +25,10 @@ _RANKS_PERIOD_S = 0.5
 # After the death of the engine that was to swap.
 _ATTEMPTS = 3
 _SUCCESSOR_S = 1.0
+# Its connection breaks, or its server answers for a dead core, before the kernel reports the end.
+_END_TIMEOUT_S = 5.0
+_END_PERIOD_S = 0.02
+_PERHAPS_DEAD = frozenset({"no-answer", "swap-failed"})
 _NOT_YET = frozenset({"another-rank", "still-loading"})
 # Never, while it runs: other layers, kernels or settings, or weights from disk.
 _NEVER = frozenset({"not-live", "key-mismatch", "shared-weights", "eplb", "weight-transfer"})
@@ -90,7 +94,7 @@ class Swaps:
                 outcomes.append({**said, "outcome": "restarting"})
             else:
                 self._behind -= behind
-                if code == "no-answer" and not self._is_up(number):
+                if code in _PERHAPS_DEAD and await self._ends(number):
                     return None
                 if code in _NEVER:
                     said["outcome"] = "restarting"
@@ -111,9 +115,15 @@ class Swaps:
             self._note(number, plan)
             return True
 
-    def _is_up(self, number: int) -> bool:
-        engine = self._service.engines.get(number)
-        return engine is not None and engine.phase is not Phase.ENDING
+    async def _ends(self, number: int) -> bool:
+        """Whether the engine is ending or gone, now or in a moment."""
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            engine = self._service.engines.get(number)
+            if engine is None or engine.phase is Phase.ENDING:
+                return True
+            await asyncio.sleep(_END_PERIOD_S)
+        return False
 
     def _numbers(self) -> list[int]:
         """Engines that are up, the one with the endpoint first."""
