@@ -290,11 +290,8 @@ class DaemonProcess:
 
     def close(self) -> None:
         """End the daemon and all that it has started: the test's directory goes next."""
-        if self.process is not None and self.process.poll() is None:
-            # Stopped first: what it starts after we have looked would outlive it for a moment.
-            stop_tree(self.pid)
-            self.signal(signal.SIGKILL)
-            self.process.wait()
+        if self.process is not None:
+            end_tree(self.process)
         end_processes(self._orphans)
         if self.manager is not None:
             self.manager.close()
@@ -351,6 +348,18 @@ def end_processes(processes: list[OwnedFd]) -> None:
             ended, _, _ = select.select([process], [], [], BOUND_S)
             assert ended, "a killed process does not end"
     processes.clear()
+
+
+def end_tree(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and all that it has started, and wait until each has ended."""
+    if process.poll() is not None:
+        return
+    # Stopped first: what it starts after we have looked would outlive it for a moment.
+    stop_tree(process.pid)
+    children = [opened for pid in tree_of(process.pid) if (opened := open_process(pid))]
+    process.kill()
+    process.wait()
+    end_processes(children)
 
 
 def loaders_of(pid: int) -> list[int]:

@@ -19,7 +19,16 @@ from typing import Any, Self
 
 import yaml
 
-from tests.fakes.daemon import BOUND_S, ROOT, ManagerSocket, environment, until
+from tests.fakes.daemon import (
+    BOUND_S,
+    ROOT,
+    ManagerSocket,
+    end_processes,
+    end_tree,
+    environment,
+    open_process,
+    until,
+)
 from weightcached.errors import EngineError
 from weightcached.wire.services import ask_service
 
@@ -178,12 +187,9 @@ class ServiceProcess:
         return found
 
     def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if self.process is not None:
+            end_tree(self.process)
+        end_processes([opened for pid in self.processes() if (opened := open_process(pid))])
         if self.manager is not None:
             self.manager.close()
 

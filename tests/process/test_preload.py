@@ -26,6 +26,7 @@ from tests.fakes.daemon import (
     LOADER,
     ROOT,
     ManagerSocket,
+    end_tree,
     environment,
     makes_digests,
     until,
@@ -123,9 +124,7 @@ class Preload:
         return self.wait()
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        end_tree(self.process)
         assert self.process.stdout
         self.process.stdout.close()
 
