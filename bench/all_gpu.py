@@ -36,7 +36,8 @@ from weightcached.system.gpus import list_gpus, visible_gpus  # noqa: E402
 from weightcached.system.process import become_subreaper  # noqa: E402
 
 TABLE = ROOT / "bench/gpu_steps.yaml"
-GRACE_S = 60.0
+# Requests that hang end after a minute.
+GRACE_S = 90.0
 FREED_TIMEOUT_S = 20.0
 
 
@@ -161,10 +162,11 @@ def report(steps: list[Step], out: Path) -> None:
         if done is not None:
             how = f"status {done['status']} after {done['seconds']} s"
         print(f"{step.name:14} {how:24} expected {step.seconds:4} s   {step.fills}")
+    models = out / "models"
     with tarfile.open(out / "figures.tar.gz", "w:gz") as tar:
-        for path in sorted(out.iterdir()):
-            if path.suffix in (".json", ".log", ".logs", ".done"):
-                tar.add(path, path.name)
+        for path in sorted(out.rglob("*")):
+            if path.suffix in (".json", ".log", ".done") and models not in path.parents:
+                tar.add(path, path.relative_to(out))
 
 
 @click.command()

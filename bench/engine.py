@@ -279,6 +279,7 @@ class Bench:
         self.daemon: Process | None = None
         self.services: dict[str, Process] = {}
         self.nursery = True
+        self.start_timeout_s = START_TIMEOUT_S
         # Nothing is begun after it.
         self.deadline = float("inf")
         self._told: set[str] = set()
@@ -399,7 +400,7 @@ class Bench:
 
         what = "a standby is parked" if standby else "an engine serves"
         try:
-            found: dict[str, Any] = until(ready, what, timeout_s=START_TIMEOUT_S, poll_s=0.05)
+            found: dict[str, Any] = until(ready, what, timeout_s=self.start_timeout_s, poll_s=0.05)
         except TimeoutError as e:
             self._ask_where(name)
             raise TimeoutError(f"{e}: {self.status(name)}\n{self.services[name].tail()}") from e
@@ -615,7 +616,7 @@ class Bench:
             return False
 
         try:
-            until(answered, "an answer", timeout_s=START_TIMEOUT_S, poll_s=0.05)
+            until(answered, "an answer", timeout_s=self.start_timeout_s, poll_s=0.05)
             return time.time() - server.began
         finally:
             server.end(timeout_s=20)
@@ -754,7 +755,7 @@ class Bench:
         try:
             with load:
                 began = time.time()
-                self.ask("restart", timeout_s=START_TIMEOUT_S)
+                self.ask("restart", timeout_s=self.start_timeout_s)
                 took = time.time() - began
                 time.sleep(1.0)
         finally:
@@ -956,6 +957,9 @@ def devices_of(device: str | None, count: int) -> list[str]:
     "--tensor-parallel", default=1, show_default=True, help="So many devices, from the first."
 )
 @click.option("--clients", default=8, show_default=True)
+@click.option(
+    "--start-timeout", default=START_TIMEOUT_S, show_default=True, help="Seconds for each engine."
+)
 @click.option("--arguments", default="{}", help="More arguments of vllm serve, as JSON.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write all figures there.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Copy the logs there.")
@@ -964,7 +968,7 @@ def devices_of(device: str | None, count: int) -> list[str]:
 def main(
     *, model: Path, second: Path | None, shape: str | None, device: str | None, sections: str, starts: int,
     kills: int, few: int, clients: int, arguments: str, out: Path | None, logs: Path | None, keep: bool, nursery: bool,
-    budget: float, seconds: float, tensor_parallel: int,
+    budget: float, seconds: float, tensor_parallel: int, start_timeout: float,
 ) -> None:  # fmt: skip
     """Measure one engine service."""
 
@@ -983,7 +987,7 @@ def main(
             make_model(models[1], "1b" if on_gpu else "tiny", seed=1, on_gpu=on_gpu)
     with workplace(keep) as work:
         bench = Bench(work, devices, models, json.loads(arguments))
-        bench.nursery = nursery
+        bench.nursery, bench.start_timeout_s = nursery, start_timeout
         bench.deadline = time.monotonic() + budget
         work_of: dict[str, Callable[[], None]] = {
             "start": lambda: bench.section_start(starts),

@@ -50,11 +50,9 @@ def test_the_readme_lists_the_steps() -> None:
         assert (f"`{step.name}`", str(step.gpus or "all"), str(step.seconds), step.fills) in rows
 
 
-def step(name: str, script: str, **more: Any) -> Step:
+def step(name: str, script: str, *, seconds: int = 5, limit_s: int = 600, gpus: int = 1) -> Step:
     command = f"{{python}} -c {shlex.quote(script)} {{out}}"
-    return Step(
-        **{"name": name, "command": command, "seconds": 5, "limit_s": 600, "fills": name} | more
-    )
+    return Step(name, command, seconds, limit_s, name, gpus)
 
 
 def drive(out: Path, *steps: Step, gpus: str = "x,y") -> None:
