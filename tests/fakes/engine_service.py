@@ -2,6 +2,7 @@
 
 Arguments that it knows, all optional:
     x_fail      fail to start with this message
+    x_fail_late the same, but its process ends long after its connections
     x_fail_file fail with what this file says, while it is there
     x_no_fork   fail to start where it was forked
     x_wake_fails a file with a number: so many wakes fail
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.errors import EngineError
-from weightcached.wire.engine_job import Activity, Job
+from weightcached.wire.engine_job import Activity, Job, say_error
 
 # Longer than a client that asks all the time ever rests: its next request would be cut off.
 _KEEP_ALIVE_S = 300.0
@@ -190,6 +191,11 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
             file.write(f"{job.number}\n")
     if arguments.get("x_fail"):
         raise RuntimeError(arguments["x_fail"])
+    if arguments.get("x_fail_late"):
+        say_error(job.error_file, RuntimeError(arguments["x_fail_late"]))
+        # Its listening socket is among them.
+        os.closerange(3, 1024)
+        time.sleep(1000)
     if arguments.get("x_no_fork") and "weightcached.engine.nursery" in (
         sys.modules["__main__"].__doc__ or ""
     ):

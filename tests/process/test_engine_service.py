@@ -303,6 +303,14 @@ def test_standby_that_cannot_start_is_tried_again_with_growing_pauses(
     service.until_standby()
 
 
+def test_engine_whose_end_is_reported_late_is_told_in_its_own_words(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    service.write_manifest(arguments={"x_fail_late": "no such quantization"})
+    with pytest.raises(EngineError, match="the old one serves on: no such quantization"):
+        service.ask("restart")
+
+
 def test_service_that_never_served_ends_after_three_failures(make: Make) -> None:
     service = make(arguments={"x_fail": "wrong"}).launch()
     assert service.process

@@ -128,6 +128,7 @@ class Link:
         self._reader = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
+        reason = "the connection was closed"
         try:
             while True:
                 try:
@@ -142,13 +143,14 @@ class Link:
                 else:
                     waiting.set_result((reply, packet.fds))
         except (EOFError, OSError, ProtocolError, msgspec.MsgspecError) as e:
-            reason = str(e) or "the connection was closed"
+            reason = str(e) or reason
         finally:
             self._sock.close()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(EngineError(f"no answer: {reason}"))
-        self._waiting.clear()
+            # Also after close(): a question about an engine that is ending would wait for its deadline.
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(EngineError(f"no answer: {reason}"))
+            self._waiting.clear()
 
     async def ask(self, command: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         """The result of `command`. Raises EngineError, TimeoutError."""
@@ -185,5 +187,7 @@ class Link:
         return reply.result, fds
 
     def close(self) -> None:
-        """Ask no more. The reader closes the socket, after it has stopped waiting on it."""
+        """Ask no more; questions under way end without an answer. The reader closes the socket, after
+        it has stopped waiting on it.
+        """
         self._reader.cancel()
