@@ -52,12 +52,12 @@ class Step(msgspec.Struct, frozen=True):
     gpus: int = 1
 
 
-def run_one(step: Step, out: Path, gpus: list[str]) -> None:
+def run_one(step: Step, out: Path, gpus: list[str], models: Path) -> None:
     """One step, then the end of all that it has started."""
     # Its daemons and engines have sessions of their own; orphaned they become our children.
     become_subreaper()
     began_s = time.monotonic()
-    words = {"python": sys.executable, "out": out, "models": out / "models", "gpu": gpus[0]}
+    words = {"python": sys.executable, "out": out, "models": models, "gpu": gpus[0]}
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": PYTHONPATH}
     with open(out / f"{step.name}.log", "wb") as log:
         process = subprocess.Popen(
@@ -88,8 +88,8 @@ def run_one(step: Step, out: Path, gpus: list[str]) -> None:
     (out / f"{step.name}.done").write_text(json.dumps(done))
 
 
-def drive(steps: list[Step], out: Path, gpus: list[str], table: Path) -> None:
-    """All steps, as many at a time as there are GPUs."""
+def drive(steps: list[Step], out: Path, gpus: list[str], options: list[str]) -> None:
+    """All steps, as many at a time as there are GPUs. options: of this program, for each."""
     waiting = list(steps)
     running: list[tuple[Step, list[str], subprocess.Popen[bytes], float]] = []
     while waiting or running:
@@ -101,9 +101,8 @@ def drive(steps: list[Step], out: Path, gpus: list[str], table: Path) -> None:
             wanted = step.gpus or len(gpus)
             # A step that waits for several GPUs is overtaken by those alone that end before it can begin.
             if len(free) >= wanted and (step is waiting[0] or step.seconds <= left_s):
-                command = [sys.executable, __file__, "--one", step.name, "--table", str(table)]
-                command += ["--out", str(out), "--gpus", ",".join(free[:wanted])]
-                process = subprocess.Popen(command)
+                command = [sys.executable, __file__, "--one", step.name, "--out", str(out)]
+                process = subprocess.Popen([*command, "--gpus", ",".join(free[:wanted]), *options])
                 running.append((step, free[:wanted], process, now_s))
                 waiting.remove(step)
                 print(f"{time.strftime('%H:%M:%S')} {step.name} on {free[:wanted]}", flush=True)
@@ -112,7 +111,7 @@ def drive(steps: list[Step], out: Path, gpus: list[str], table: Path) -> None:
             time.sleep(0.2)
 
 
-def start_driver(steps: list[Step], out: Path, gpus: list[str], table: Path) -> None:
+def start_driver(steps: list[Step], out: Path, gpus: list[str], options: list[str]) -> None:
     """Run the steps in a process that outlives this one, unless one runs already."""
     lock = locked(out)
     if lock is None:
@@ -126,7 +125,7 @@ def start_driver(steps: list[Step], out: Path, gpus: list[str], table: Path) -> 
             with open(out / "driver.log", "ab") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            drive(steps, out, gpus, table)
+            drive(steps, out, gpus, options)
         finally:
             # It held the lock.
             os._exit(0)
@@ -162,15 +161,17 @@ def report(steps: list[Step], out: Path) -> None:
         if done is not None:
             how = f"status {done['status']} after {done['seconds']} s"
         print(f"{step.name:14} {how:24} expected {step.seconds:4} s   {step.fills}")
-    models = out / "models"
     with tarfile.open(out / "figures.tar.gz", "w:gz") as tar:
         for path in sorted(out.rglob("*")):
-            if path.suffix in (".json", ".log", ".done") and models not in path.parents:
+            if path.suffix in (".json", ".log", ".done") and "models" not in path.parts:
                 tar.add(path, path.relative_to(out))
 
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default="/tmp/figures", show_default=True)
+@click.option(
+    "--models", type=click.Path(path_type=Path), help="Of the checkpoints.  [default: below --out]"
+)
 @click.option("--only", default="", help="These steps, by name, in this order.")
 @click.option("--again", is_flag=True, help="Also those that have run.")
 @click.option("--wait", "wait_s", default=86400.0, help="Return after so many seconds.")
@@ -179,7 +180,8 @@ def report(steps: list[Step], out: Path) -> None:
 @click.option("--gpus", default="", help="UUIDs.  [default: those of CUDA_VISIBLE_DEVICES, or all]")
 @click.option("--one", hidden=True)
 def main(
-    out: Path, only: str, again: bool, wait_s: float, listed: bool, table: Path, gpus: str, one: str | None
+    out: Path, models: Path | None, only: str, again: bool, wait_s: float, listed: bool, table: Path, gpus: str,
+    one: str | None,
 ) -> None:  # fmt: skip
     """Run the steps of the table, or go on with them."""
     until_s = time.monotonic() + wait_s
@@ -190,17 +192,19 @@ def main(
             print("| " + " | ".join(map(str, cells)) + " |")
         return
     by_name = {step.name: step for step in every}
+    models = models or out / "models"
     if one is not None:
-        run_one(by_name[one], out, gpus.split(","))
+        run_one(by_name[one], out, gpus.split(","), models)
         return
     uuids = [gpu for gpu in gpus.split(",") if gpu]
     uuids = uuids or visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     steps = [by_name[name] for name in only.split(",")] if only else every
     steps = [step for step in steps if step.gpus <= len(uuids)]
-    (out / "models").mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    models.mkdir(parents=True, exist_ok=True)
     todo = [step for step in steps if again or not (out / f"{step.name}.done").exists()]
     if todo:
-        start_driver(todo, out, uuids, table)
+        start_driver(todo, out, uuids, ["--table", str(table), "--models", str(models)])
     while runs(out) and time.monotonic() < until_s:
         time.sleep(0.5)
     report(steps, out)

@@ -283,6 +283,7 @@ class Bench:
         # Nothing is begun after it.
         self.deadline = float("inf")
         self._told: set[str] = set()
+        self._daemons = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -317,7 +318,9 @@ class Bench:
             command += ["--weight-cache-socket-dir", str(self.sockets), "--skip-tokenizer-init"]
             command += ["--tensor-parallel-size", str(len(self.devices))]
         visible = {"CUDA_VISIBLE_DEVICES": self._visible()} if self.on_gpu else {}
-        self.daemon = Process(command, self.work / "daemon.log", **visible)
+        # A log of its own: READY must be its word, not the one before's.
+        self._daemons += 1
+        self.daemon = Process(command, self.work / f"daemon-{self._daemons}.log", **visible)
         until(self._served, "the daemon serves", timeout_s=DAEMON_TIMEOUT_S, poll_s=0.2)
         say(f"daemon serves after {time.time() - began:.1f} s")
 
@@ -335,8 +338,18 @@ class Bench:
 
     def kill_daemons(self) -> None:
         """End the processes that hold the devices' locks."""
-        for device in self.devices:
-            os.kill(int((self.sockets / f"{device}.lock").read_text()), signal.SIGKILL)
+        for pid in self._daemon_pids():
+            os.kill(pid, signal.SIGKILL)
+
+    def _daemon_pids(self) -> list[int]:
+        """As they write them when they start; those that are gone are left out."""
+        texts = [(self.sockets / f"{device}.lock").read_text() for device in self.devices]
+        return [int(text) for text in texts if text and _stat(int(text))]
+
+    def until_daemons(self) -> None:
+        """Wait until the daemons that were killed run again."""
+        count = len(self.devices)
+        until(lambda: len(self._daemon_pids()) == count, "the daemons", timeout_s=60)
 
     def write_manifest(self, *, standby: int = 1, **changed: Any) -> None:
         """Services a and b; `changed` are arguments of both."""
@@ -631,7 +644,7 @@ class Bench:
 
     def section_daemon(self, kills: int) -> None:
         """The same, the weight daemon killed in the same second."""
-        self._kills("daemon", kills, self.kill_daemons)
+        self._kills("daemon", kills, self.kill_daemons, before=self.until_daemons)
 
     def section_supervisor(self, kills: int) -> None:
         """The same, the supervisor killed in the same second, and started again as systemd does."""
@@ -649,7 +662,13 @@ class Bench:
         self._kills("worker", kills, lambda: None, victim=_worker_of)
 
     def _kills(
-        self, name: str, kills: int, also: Callable[[], None], *, victim: Callable[[int], int] = int
+        self,
+        name: str,
+        kills: int,
+        also: Callable[[], None],
+        *,
+        victim: Callable[[int], int] = int,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """victim: the process to kill, by the engine's first process."""
         self.ready_service()
@@ -661,6 +680,7 @@ class Bench:
                 for n in range(kills):
                     if n and time.monotonic() > self.deadline:
                         break
+                    before()
                     status, took = self._kill_once(clients, also, victim)
                     times.append(took)
                     self._compare(name, tokens)
@@ -1017,14 +1037,14 @@ def main(
                     work_of[name]()
                 except Exception as e:
                     say(f"{name} failed: {e}")
-                    bench.results.setdefault("errors", {})[name] = repr(e)[:3000]
+                    bench.results.setdefault("errors", {})[name] = f"{type(e).__name__}: {e}"[:3000]
                 say(f"-- {name} took {time.time() - began:.1f} s")
                 if out:
                     out.write_text(json.dumps(bench.results, indent=1))
         except (Exception, KeyboardInterrupt) as e:
             # Also at a time limit: what was measured so far is written.
             say(f"ended: {e!r}")
-            bench.results.setdefault("errors", {})["all"] = repr(e)[:3000]
+            bench.results.setdefault("errors", {})["all"] = f"{type(e).__name__}: {e}"[:3000]
         finally:
             if out:
                 out.write_text(json.dumps(bench.results, indent=1))

@@ -58,7 +58,7 @@ def step(name: str, script: str, *, seconds: int = 5, limit_s: int = 600, gpus: 
 def drive(out: Path, *steps: Step, gpus: str = "x,y") -> None:
     table = out / "table"
     table.write_bytes(msgspec.yaml.encode(list(steps)))
-    all_gpu.drive(list(steps), out, gpus.split(","), table)
+    all_gpu.drive(list(steps), out, gpus.split(","), ["--table", str(table)])
 
 
 def done(out: Path, name: str) -> dict[str, Any]:
