@@ -277,6 +277,32 @@ def test_restart_with_bad_arguments_leaves_the_old_engine_serving(make: Make) ->
     assert service.get()["arguments"]["seed"] == 3
 
 
+def test_bad_arguments_after_a_crash_leave_the_old_engines_in_use(make: Make) -> None:
+    """The supervisor that takes them back knows what they were started with, and starts such."""
+    service = make(arguments={"seed": 1}).start()
+    service.until_standby()
+    service.kill_supervisor()
+    service.write_manifest(arguments={"seed": 2, "x_fail": "no such quantization"})
+    service.start()
+    service.until(lambda s: s["error"] == "no such quantization", "the new engine fails")
+    kill(service.until_standby()["pid"])
+    service.until(lambda s: s["takeovers"] == 1, "the parked one takes over")
+    service.until_standby()
+    assert service.get()["arguments"]["seed"] == 1
+
+
+def test_restarted_unit_listens_where_the_manifest_says_by_now(make: Make) -> None:
+    """`systemctl restart` keeps the descriptor store."""
+    service = make(standby=0).start()
+    service.get()
+    assert service.stop() == 0
+    service.write_manifest(listen=f"0.0.0.0:{service.port}")
+    service.start()
+    with socket.create_connection(("127.0.0.2", service.port), timeout=BOUND_S):
+        pass
+    assert service.get()["engine"] == 1
+
+
 def test_restart_refuses_to_move_the_socket(make: Make) -> None:
     service = make().start()
     service.write_manifest(listen="127.0.0.1:1")
@@ -348,8 +374,9 @@ def test_descriptors_and_processes_do_not_grow(make: Make) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir(f"/proc/{supervisor}/fd")), len(service.processes())
 
-    # Two engines of two processes, each in its tree and watched: from their second look on.
-    watched = 2 * 4
+    # Two engines of two processes, each in its tree and watched: from their second look on. And the
+    # nursery.
+    watched = 2 * 4 + 1
     until(lambda: _pidfds(supervisor) == watched, "all are watched")
     before = held()
     for _ in range(6):

@@ -312,6 +312,37 @@ def test_an_evicted_model_says_how_it_is_brought_back(machine: Machine) -> None:
     )
 
 
+def test_a_model_gone_from_the_manifest_is_dropped_by_its_name(machine: Machine) -> None:
+    """As `weightcachectl remove` asks for it."""
+    machine.daemon.start()
+    machine.use("a")
+    del machine.checkpoints["a"]
+    machine.manifest()
+    assert machine.reload("a")["a"].outcome == "dropped"
+    assert machine.states() == {"b": "evicted", "c": "evicted"}
+
+
+def test_nobody_waits_for_a_model_gone_from_the_manifest(machine: Machine) -> None:
+    """A reload of another one leaves it as it was: evicted, and no engine can have it back."""
+    machine.daemon.start()
+    key = machine.key("a")
+    del machine.checkpoints["a"]
+    machine.manifest()
+    machine.reload("b")
+    with machine.daemon.client() as engine:
+        answers = [engine.ask(Attach(key=key))]
+
+        def answered() -> bool:
+            if isinstance(answers[0], Loading):
+                answers[0] = engine.receive()
+            return not isinstance(answers[0], Loading)
+
+        until(answered, "a final answer")
+    # That of another model is the nearest.
+    assert isinstance(answers[0], Mismatch)
+    assert machine.cache("a").error == "a/target is in the manifest no longer"
+
+
 def test_what_is_always_resident_is_never_evicted_for_others(machine: Machine) -> None:
     machine.manifest(changes={"a": {"resident": None}, "b": {"resident": None}})
     machine.daemon.start()

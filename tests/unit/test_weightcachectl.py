@@ -22,7 +22,9 @@ from tests import limits
 from tests.fakes.daemon import BOUND_S
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon, cache, status
 from weightcached import __version__
+from weightcached.cli import reload
 from weightcached.cli.weightcachectl import main
+from weightcached.daemon import fdstore, leases
 from weightcached.errors import SegmentError
 from weightcached.wire.messages import (
     CacheOutcome,
@@ -637,3 +639,9 @@ def test_version_and_every_help_text_print() -> None:
         )
         assert summary.endswith("."), "the summary is cut off"
         assert not summary.endswith("..."), "the summary is cut off"
+
+
+def test_who_frees_waits_longer_than_the_daemon_for_others() -> None:
+    """Its manager takes a note and gives descriptors back; engines that sleep unmap."""
+    waits_s = 2 * fdstore._MANAGER_TIMEOUT_S + leases.UNMAP_TIMEOUT_S
+    assert waits_s < reload._FREE_TIMEOUT_S

@@ -432,8 +432,8 @@ def evict(cache: str, devices: Sequence[str]) -> None:
     """Free CACHE until an engine asks for it.
 
     CACHE is a model's name or MODEL/ROLE. It comes back from its snapshot, or is loaded again.
-    Refuses while an engine maps it. Exit status: 0 freed, 1 refused or no such cache, 3 no daemon
-    answered.
+    Refuses while an engine that is awake maps it. Exit status: 0 freed, 1 refused or no such cache,
+    3 no daemon answered.
     """
     from weightcached.wire.messages import Evict
 
