@@ -71,9 +71,7 @@ class Scene:
         self.directory = directory
         self.daemon = DaemonProcess(directory)
         self.daemon.env["XDG_CACHE_HOME"] = str(directory / "cache")
-        self.service = ServiceProcess(
-            directory, arguments={"x_maps": str(self.daemon.socket), "x_keep_alive_s": BOUND_S}
-        )
+        self.service = ServiceProcess(directory, arguments={"x_maps": str(self.daemon.socket)})
         stack.callback(self.daemon.close)
         stack.callback(self.service.close)
         stack.callback(lambda: print(self.daemon.log[-20000:], self.service.log[-20000:]))
@@ -190,16 +188,18 @@ def test_model_that_is_not_live_makes_room_only_if_the_reload_is(scene: Scene) -
 
 @pytest.mark.parametrize("on_swap", ["drain", "abort"])
 def test_requests_end_before_the_engines_sleep_or_are_aborted(scene: Scene, on_swap: str) -> None:
-    # Without `abort` it would be waited for.
+    # With `drain` it is waited for, for as long as that.
     scene.service.entry["drain_s"] = 1000
     scene.write()
     scene.start()
     answers: list[Any] = []
-    wait_s = 1 if on_swap == "drain" else 1000
+    answer_now = scene.directory / "answer"
 
     def ask() -> None:
         try:
-            answers.append(scene.service.get(f"/slow?{wait_s}")["weights"])
+            answers.append(
+                scene.service.get(f"/until?{answer_now}", timeout_s=4 * BOUND_S)["weights"]
+            )
         except (OSError, http.client.HTTPException):
             answers.append("aborted")
 
@@ -210,7 +210,11 @@ def test_requests_end_before_the_engines_sleep_or_are_aborted(scene: Scene, on_s
     manifest = yaml.safe_load(scene.daemon.manifest.read_text())
     manifest["models"][0]["on_swap"] = on_swap
     scene.daemon.manifest.write_text(yaml.safe_dump(manifest))
-    assert "tiny: chat/1 swapped" in Command(scene, "reload").end()
+    reload = Command(scene, "reload")
+    if on_swap == "drain":
+        scene.service.until(lambda s: s["state"] == "draining", "the request is waited for")
+        answer_now.touch()
+    assert "tiny: chat/1 swapped" in reload.end()
     asking.join(BOUND_S)
     assert answers == [digest_of(scene.old) if on_swap == "drain" else "aborted"]
     assert scene.weights() == digest_of(scene.new)
