@@ -14,7 +14,15 @@ import pytest
 
 from tests.fakes import pauses
 from tests.fakes.checkpoints import key_of
-from tests.fakes.daemon import LOADER, DaemonProcess, environment, model, until, write_manifest
+from tests.fakes.daemon import (
+    BOUND_S,
+    LOADER,
+    DaemonProcess,
+    environment,
+    model,
+    until,
+    write_manifest,
+)
 from tests.fakes.pauses import Pauses
 from tests.process.conftest import Engine
 from tests.process.test_host_faults import memory_cgroup
@@ -31,7 +39,6 @@ from weightcached.wire.messages import (
 )
 
 Launcher = Callable[..., DaemonProcess]
-BOUND_S = 30.0
 
 
 def ctl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -41,7 +48,7 @@ def ctl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
         env=environment(**(env or {})),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=BOUND_S,
         check=False,
     )
 
