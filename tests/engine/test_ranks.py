@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,14 +40,13 @@ class Ranks:
     """Both ranks' processes."""
 
     def __init__(self, model: Path, base: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        # Where they meet: until both have imported vLLM, a port could be somebody else's.
+        store = str(base / "store")
         self._logs = [base / f"log-{rank}" for rank in (0, 1)]
         self.processes = []
         for rank, path in enumerate(self._logs):
             with open(path, "w", encoding="utf-8") as log:
-                command = [sys.executable, "-m", "tests.engine.ranks", str(rank), port, str(model)]
+                command = [sys.executable, "-m", "tests.engine.ranks", str(rank), store, str(model)]
                 self.processes.append(
                     subprocess.Popen(
                         command, env=os.environ | ENVIRONMENT, cwd=ROOT, text=True, stdin=subprocess.PIPE,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import ANSWER_TIMEOUT_S
 from tests.fakes import pauses
 from tests.fakes.checkpoints import key_of
 from tests.fakes.daemon import LOADER, DaemonProcess, environment, model, until, write_manifest
@@ -31,7 +32,6 @@ from weightcached.wire.messages import (
 )
 
 Launcher = Callable[..., DaemonProcess]
-BOUND_S = 30.0
 
 
 def ctl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def ctl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
         env=environment(**(env or {})),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=ANSWER_TIMEOUT_S,
         check=False,
     )
 
