@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.checkpoints import llama_config, write_checkpoint_apart
 from weightcached.errors import EngineError
-from weightcached.system.gpus import list_gpus
+from weightcached.system.gpus import list_gpus, visible_gpus
 from weightcached.wire.services import ask_service
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,10 +47,14 @@ SHAPES = {
     "1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "vocab": 128256},
     "tiny": {"hidden": 256, "intermediate": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 1024},
 }  # fmt: skip
-SECTIONS = ("kill", "restart", "memory", "daemon", "supervisor", "switch", "start")
+# A restart comes last of those that share a service: it serves with other arguments after it.
+SECTIONS = ("kill", "daemon", "supervisor", "memory", "restart", "switch", "start")
 # Named only: they take long, or other machines.
 MORE_SECTIONS = ("worker", "takeovers", "ledger")
-START_TIMEOUT_S = 150.0
+# With empty caches of vLLM a start takes two minutes.
+START_TIMEOUT_S = 240.0
+# First starts of the ledger, in this order.
+WAYS = ("disk", "preload", "ipc_cache", "service")
 DAEMON_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 60.0
 # figure: (limit, description)
@@ -58,11 +62,12 @@ LIMITS = {
     "kill_median_s": (0.7, "SIGKILL to next token, median"),
     "kill_worst_s": (1.5, "SIGKILL to next token, worst"),
     "kill_refused": (0, "connections refused"),
-    "takeovers_worst_s": (1.5, "takeovers one after the other, worst"),
+    "takeovers_median_s": (0.7, "takeovers one after the other, median"),
+    "takeovers_worst_s": (1.5, "the same, worst"),
     "takeovers_refused": (0, "the same, connections refused"),
     "worker_worst_s": (1.5, "SIGKILL of one worker to next token, worst"),
-    "daemon_worst_s": (1.5, "the same, daemon killed too, worst"),
-    "supervisor_worst_s": (3.0, "the same, supervisor killed too, worst"),
+    "daemon_worst_s": (1.5, "SIGKILL with the daemon's, worst"),
+    "supervisor_worst_s": (3.0, "SIGKILL with the supervisor's, worst"),
     "restart_gap_s": (0.7, "rolling restart, gap from the last old answer"),
     "restart_failed": (0, "rolling restart, failed requests"),
     "parked_gib": (2.0, "a parked engine beside the weights, GiB"),
@@ -201,13 +206,13 @@ class ClientThreads:
 
 
 class Clients(ClientThreads):
-    """Clients that ask all the time. answers: times of answers.
+    """Clients that ask all the time. answers: when each answered request began, and when it ended.
 
     A connection that is closed after an answer is opened again.
     """
 
     def __init__(self, port: int, count: int = 1, *, tokens: int = 1, keep: bool = False) -> None:
-        self.answers: list[float] = []
+        self.answers: list[tuple[float, float]] = []
         self.refused: list[str] = []
         self.failed: list[str] = []
         self._port, self._tokens, self._keep = port, tokens, keep
@@ -216,9 +221,10 @@ class Clients(ClientThreads):
     def _run(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_TIMEOUT_S)
         while not self._stop.is_set():
+            began = time.time()
             try:
                 ask(connection, self._tokens)
-                self.answers.append(time.time())
+                self.answers.append((began, time.time()))
             except ConnectionRefusedError as e:
                 self.refused.append(repr(e))
                 time.sleep(0.005)
@@ -231,16 +237,20 @@ class Clients(ClientThreads):
         connection.close()
 
     def first_after(self, at: float, *, timeout_s: float = REQUEST_TIMEOUT_S) -> float:
-        """Seconds from `at` to the first answer after it."""
-        found = until(
-            lambda: next((t for t in list(self.answers)[-2000:] if t > at + 0.003), None),
-            "an answer", timeout_s=timeout_s, poll_s=0.002,
-        )  # fmt: skip
-        return float(found) - at
+        """Seconds from `at` to the first answer of a request that began after it.
+
+        What was under way before may still be answered by an engine that was killed at `at`.
+        """
+
+        def ends() -> list[float]:
+            return [ended for began, ended in list(self.answers)[-2000:] if began > at]
+
+        found = until(ends, "an answer", timeout_s=timeout_s, poll_s=0.002)
+        return float(min(found)) - at
 
     def longest_gap(self, since: float) -> float:
         """The longest time without an answer."""
-        times = sorted(t for t in self.answers if t >= since)
+        times = sorted(ended for _, ended in self.answers if ended >= since)
         return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 
@@ -262,9 +272,11 @@ class Bench:
         self.daemon: Process | None = None
         self.services: dict[str, Process] = {}
         self.nursery = True
+        self.start_timeout_s = START_TIMEOUT_S
         # Nothing is begun after it.
         self.deadline = float("inf")
         self._told: set[str] = set()
+        self._daemons = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -299,7 +311,9 @@ class Bench:
             command += ["--weight-cache-socket-dir", str(self.sockets), "--skip-tokenizer-init"]
             command += ["--tensor-parallel-size", str(len(self.devices))]
         visible = {"CUDA_VISIBLE_DEVICES": self._visible()} if self.on_gpu else {}
-        self.daemon = Process(command, self.work / "daemon.log", **visible)
+        # A log of its own: READY must be its word, not the one before's.
+        self._daemons += 1
+        self.daemon = Process(command, self.work / f"daemon-{self._daemons}.log", **visible)
         until(self._served, "the daemon serves", timeout_s=DAEMON_TIMEOUT_S, poll_s=0.2)
         say(f"daemon serves after {time.time() - began:.1f} s")
 
@@ -317,8 +331,18 @@ class Bench:
 
     def kill_daemons(self) -> None:
         """End the processes that hold the devices' locks."""
-        for device in self.devices:
-            os.kill(int((self.sockets / f"{device}.lock").read_text()), signal.SIGKILL)
+        for pid in self._daemon_pids():
+            os.kill(pid, signal.SIGKILL)
+
+    def _daemon_pids(self) -> list[int]:
+        """As they write them when they start; those that are gone are left out."""
+        texts = [(self.sockets / f"{device}.lock").read_text() for device in self.devices]
+        return [int(text) for text in texts if text and _stat(int(text))]
+
+    def until_daemons(self) -> None:
+        """Wait until the daemons that were killed run again."""
+        count = len(self.devices)
+        until(lambda: len(self._daemon_pids()) == count, "the daemons", timeout_s=60)
 
     def write_manifest(self, *, standby: int = 1, **changed: Any) -> None:
         """Services a and b; `changed` are arguments of both."""
@@ -382,7 +406,7 @@ class Bench:
 
         what = "a standby is parked" if standby else "an engine serves"
         try:
-            found: dict[str, Any] = until(ready, what, timeout_s=START_TIMEOUT_S, poll_s=0.05)
+            found: dict[str, Any] = until(ready, what, timeout_s=self.start_timeout_s, poll_s=0.05)
         except TimeoutError as e:
             self._ask_where(name)
             raise TimeoutError(f"{e}: {self.status(name)}\n{self.services[name].tail()}") from e
@@ -403,21 +427,22 @@ class Bench:
         Without the nursery if engines that it forks do not start.
         """
         try:
-            if "a" not in self.services:
-                self.start_service()
-                self.until_serving()
-            return self.until_serving(standby=True)
-        except TimeoutError as e:
+            return self._serving_with_standby()
+        except (RuntimeError, TimeoutError) as e:
+            self.stop_services()
             if not self.nursery:
                 raise
             say(f"forked engines do not start, trying without the nursery: {e}")
             self.results["nursery_failed"] = str(e)[-3000:]
             self.nursery = False
-            self.stop_services()
             self.write_manifest()
+            return self._serving_with_standby()
+
+    def _serving_with_standby(self) -> dict[str, Any]:
+        if "a" not in self.services:
             self.start_service()
             self.until_serving()
-            return self.until_serving(standby=True)
+        return self.until_serving(standby=True)
 
     def stop_services(self) -> None:
         for process in self.services.values():
@@ -446,41 +471,41 @@ class Bench:
 
     def section_start(self, count: int) -> None:
         """First starts by the service and by vLLM's own server, in turns."""
-        direct, service, forked, standby = [], [], [], []
+        seen: dict[str, list[float]] = {"direct": [], "service": [], "forked": [], "standby": []}
         self.stop_services()
         self.write_manifest()
-        for n in range(count):
-            if n and time.monotonic() > self.deadline:
-                break
-            direct.append(self._start_directly(self.port + 2))
-            say(f"start {n + 1}: vllm serve --load-format ipc_cache: {direct[-1]:.1f} s")
-            began = time.time()
-            self.start_service()
-            self.until_serving()
-            complete(self.port)
-            service.append(time.time() - began)
-            forked.append(self._first_from_fork())
-            say(
-                f"start {n + 1}: service, {service[-1]:.1f} s, of these {forked[-1]:.1f} s after its imports"
-            )
-            if n + 1 < count:
-                self.stop_services()
-            else:
-                status = self.until_serving(standby=True)
-                parked = next(e for e in status["engines"] if e["state"] == "parked")
-                standby.append(self._parked_after(parked["number"]))
-                say(f"standby: {standby[-1]:.1f} s from fork to parked")
-        self.results |= {
-            "start_direct_s": direct,
-            "start_service_s": service,
-            "start_forked_s": forked,
-            "start_standby_s": standby,
-            "start_ratio": statistics.median(forked) / statistics.median(direct),
-            "phases_direct": phases(
-                (self.work / "direct-ipc_cache.log").read_text(errors="replace")
-            ),
-            "phases_service": phases((self.work / "service-a.log").read_text(errors="replace")),
-        }
+        try:
+            for n in range(count):
+                if n and time.monotonic() > self.deadline:
+                    break
+                self._start_both(n, seen)
+                if n + 1 < count:
+                    self.stop_services()
+            status = self.until_serving(standby=True)
+            parked = next(e for e in status["engines"] if e["state"] == "parked")
+            seen["standby"].append(self._parked_after(parked["number"]))
+            say(f"standby: {seen['standby'][-1]:.1f} s from fork to parked")
+        finally:
+            self.results |= {f"start_{name}_s": values for name, values in seen.items()}
+            if seen["forked"]:
+                ratio = statistics.median(seen["forked"]) / statistics.median(seen["direct"])
+                self.results["start_ratio"] = ratio
+            logs = {"direct": "direct-ipc_cache.log", "service": "service-a.log"}
+            self.results |= {f"phases_{n}": phases(self.work / log) for n, log in logs.items()}
+
+    def _start_both(self, n: int, seen: dict[str, list[float]]) -> None:
+        seen["direct"].append(self._start_directly(self.port + 2))
+        say(f"start {n + 1}: vllm serve --load-format ipc_cache: {seen['direct'][-1]:.1f} s")
+        began = time.time()
+        self.start_service()
+        self.until_serving()
+        complete(self.port)
+        seen["service"].append(time.time() - began)
+        seen["forked"].append(self._first_from_fork())
+        after_s = seen["forked"][-1]
+        say(
+            f"start {n + 1}: service, {seen['service'][-1]:.1f} s, {after_s:.1f} s after its imports"
+        )
 
     def _first_from_fork(self, name: str = "a") -> float:
         """Seconds from the fork of the service's first engine until it could serve."""
@@ -496,41 +521,48 @@ class Bench:
 
         In turns. Before the first two nothing of ours is resident.
         """
-        ways = ("disk", "preload", "ipc_cache", "service")
-        seen: dict[str, list[float]] = {way: [] for way in ways}
+        seen: dict[str, list[float]] = {way: [] for way in WAYS}
         forked: list[float] = []
         self.stop_services()
         self.write_manifest()
-        for n in range(count):
-            if n and time.monotonic() > self.deadline:
-                break
-            self.stop_daemon()
-            self.steady_bytes()
-            seen["disk"].append(self._start_directly(self.port + 2, "disk"))
-            with self._peer() as options:
-                seen["preload"].append(self._start_directly(self.port + 2, "preload", **options))
-            self.start_daemon()
-            seen["ipc_cache"].append(self._start_directly(self.port + 2))
-            began = time.time()
-            self.start_service()
-            self.until_serving()
-            complete(self.port)
-            seen["service"].append(time.time() - began)
-            forked.append(self._first_from_fork())
+        try:
+            for n in range(count):
+                if n and time.monotonic() > self.deadline:
+                    break
+                self._start_each_way(seen, forked)
+                say(f"ledger {n + 1}: " + ", ".join(f"{way} {seen[way][-1]:.1f} s" for way in WAYS))
+        finally:
             self.stop_services()
-            say(f"ledger {n + 1}: " + ", ".join(f"{way} {seen[way][-1]:.1f} s" for way in ways))
-        logs = {way: self.work / f"direct-{way}.log" for way in ways[:3]}
-        logs["service"] = self.work / "service-a.log"
-        self.results["ledger"] = {
-            way: {
-                "start_s": [round(value, 1) for value in seen[way]],
-                "median_s": round(statistics.median(seen[way]), 1),
-                **phases(logs[way].read_text(errors="replace")),
+            self.results["ledger"] = {
+                way: {
+                    "start_s": [round(value, 1) for value in seen[way]],
+                    "median_s": round(statistics.median(seen[way]), 1),
+                    **phases(self.work / _log_of(way)),
+                }
+                for way in WAYS
+                if seen[way]
             }
-            for way in ways
-            if seen[way]
-        }
-        self.results["ledger"]["service"]["after_imports_s"] = forked
+            if forked:
+                self.results["ledger"]["service"]["after_imports_s"] = forked
+                direct = statistics.median(seen["ipc_cache"])
+                self.results["start_ratio"] = statistics.median(forked) / direct
+
+    def _start_each_way(self, seen: dict[str, list[float]], forked: list[float]) -> None:
+        self.stop_daemon()
+        self.steady_bytes()
+        seen["disk"].append(self._start_directly(self.port + 2, "disk"))
+        say(f"disk: {seen['disk'][-1]:.1f} s")
+        with self._peer() as options:
+            seen["preload"].append(self._start_directly(self.port + 2, "preload", **options))
+        self.start_daemon()
+        seen["ipc_cache"].append(self._start_directly(self.port + 2))
+        began = time.time()
+        self.start_service()
+        self.until_serving()
+        complete(self.port)
+        seen["service"].append(time.time() - began)
+        forked.append(self._first_from_fork())
+        self.stop_services()
 
     @contextlib.contextmanager
     def _peer(self) -> Iterator[dict[str, Any]]:
@@ -542,10 +574,17 @@ class Bench:
         command += ["--weight-cache-socket-dir", str(sockets)]
         # Our plug-in would take its load format.
         without_us = {"VLLM_PLUGINS": "", "CUDA_VISIBLE_DEVICES": self._visible()}
-        peer = Process(command, self.work / "peer.log", **without_us)
+        log = self.work / "peer.log"
+        log.unlink(missing_ok=True)
+        peer = Process(command, log, **without_us)
         try:
-            until(lambda: "Weight cache daemon READY" in peer.tail(), "vllm preload serves",
-                  timeout_s=DAEMON_TIMEOUT_S, poll_s=0.1)  # fmt: skip
+
+            def serves() -> bool:
+                if peer.process.poll() is not None:
+                    raise RuntimeError(f"vllm preload ended:\n{peer.tail()}")
+                return "Weight cache daemon READY" in peer.log.read_text(errors="replace")
+
+            until(serves, "vllm preload serves", timeout_s=DAEMON_TIMEOUT_S, poll_s=0.1)
             yield {"sockets": sockets, "VLLM_PLUGINS": ""}
         finally:
             peer.end(timeout_s=20)
@@ -555,7 +594,7 @@ class Bench:
         self, port: int, way: str = "ipc_cache", *, sockets: Path | None = None, **env: str
     ) -> float:
         loader = json.dumps({"socket_dir": str(sockets or self.sockets)})
-        log = self.work / f"direct-{way}.log"
+        log = self.work / _log_of(way)
         command = [
             sys.executable,
             "-m",
@@ -583,7 +622,7 @@ class Bench:
             return False
 
         try:
-            until(answered, "an answer", timeout_s=START_TIMEOUT_S, poll_s=0.05)
+            until(answered, "an answer", timeout_s=self.start_timeout_s, poll_s=0.05)
             return time.time() - server.began
         finally:
             server.end(timeout_s=20)
@@ -598,7 +637,7 @@ class Bench:
 
     def section_daemon(self, kills: int) -> None:
         """The same, the weight daemon killed in the same second."""
-        self._kills("daemon", kills, self.kill_daemons)
+        self._kills("daemon", kills, self.kill_daemons, before=self.until_daemons)
 
     def section_supervisor(self, kills: int) -> None:
         """The same, the supervisor killed in the same second, and started again as systemd does."""
@@ -616,33 +655,61 @@ class Bench:
         self._kills("worker", kills, lambda: None, victim=_worker_of)
 
     def _kills(
-        self, name: str, kills: int, also: Callable[[], None], *, victim: Callable[[int], int] = int
+        self,
+        name: str,
+        kills: int,
+        also: Callable[[], None],
+        *,
+        victim: Callable[[int], int] = int,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """victim: the process to kill, by the engine's first process."""
         self.ready_service()
         tokens = complete(self.port, tokens=16)
         times: list[float] = []
-        equal = True
-        with Clients(self.port) as clients:
-            for n in range(kills):
-                if time.monotonic() > self.deadline:
-                    break
-                status, took = self._kill_once(clients, also, victim)
-                times.append(took)
-                equal = equal and complete(self.port, tokens=16) == tokens
-                parked = self._parked_after(status["generation"])
-                say(f"{name} {n + 1}: next token after {took:.3f} s (standby took {parked:.1f} s)")
-        facts = next(e["facts"] for e in status["engines"] if e["state"] == "serving")
+        clients = Clients(self.port)
+        try:
+            with clients:
+                for n in range(kills):
+                    if n and time.monotonic() > self.deadline:
+                        break
+                    before()
+                    status, took = self._kill_once(clients, also, victim)
+                    times.append(took)
+                    self._compare(name, tokens)
+                    parked = self._parked_after(status["generation"])
+                    say(
+                        f"{name} {n + 1}: next token after {took:.3f} s (standby took {parked:.1f} s)"
+                    )
+        finally:
+            self._note_kills(name, times, clients)
+
+    def _compare(self, name: str, tokens: list[int]) -> None:
+        """Whether the engine that serves now says what the first one said."""
+        equal = complete(self.port, tokens=len(tokens)) == tokens
+        key = f"{name}_tokens_equal"
+        self.results[key] = self.results.get(key, True) and equal
+
+    def _note_kills(self, name: str, times: list[float], clients: Clients) -> None:
+        """The figures, of those kills that came about."""
         self.results |= {
             f"{name}_s": times,
-            f"{name}_median_s": statistics.median(times),
-            f"{name}_worst_s": max(times),
             f"{name}_refused": len(clients.refused),
             f"{name}_failed": len(clients.failed),
-            f"{name}_tokens_equal": equal,
-            "kv_gib": round(facts.get("kv_cache_bytes", 0) / GIB, 1),
-            "kv_blocks": facts.get("kv_blocks"),
         }
+        if times:
+            self.results |= {
+                f"{name}_median_s": statistics.median(times),
+                f"{name}_worst_s": max(times),
+            }
+        facts: dict[str, Any] = next(
+            (e["facts"] for e in self.status()["engines"] if e["facts"]), {}
+        )
+        if facts:
+            self.results |= {
+                "kv_gib": round(facts.get("kv_cache_bytes", 0) / GIB, 1),
+                "kv_blocks": facts.get("kv_blocks"),
+            }
 
     def _kill_once(
         self, clients: Clients, also: Callable[[], None], victim: Callable[[int], int] = int
@@ -663,23 +730,21 @@ class Bench:
         until_s = time.monotonic() + seconds
         times: list[float] = []
         seen = [self._footprint()]
-        equal = True
-        with Clients(self.port) as clients:
-            while time.monotonic() < min(until_s, self.deadline):
-                times.append(self._kill_once(clients, lambda: None)[1])
-                self.until_serving(standby=True)
-                equal = equal and complete(self.port, tokens=16) == tokens
-                seen.append(self._footprint())
-                say(f"takeover {len(times)}: {times[-1]:.3f} s, {seen[-1]}")
-        self.results |= {
-            "takeovers_s": times,
-            "takeovers_worst_s": max(times),
-            "takeovers_refused": len(clients.refused),
-            "takeovers_failed": len(clients.failed),
-            "takeovers_tokens_equal": equal,
-            "footprint_first": seen[min(1, len(seen) - 1)],
-            "footprint_last": seen[-1],
-        }
+        clients = Clients(self.port)
+        try:
+            with clients:
+                while not times or time.monotonic() < min(until_s, self.deadline):
+                    times.append(self._kill_once(clients, lambda: None)[1])
+                    self.until_serving(standby=True)
+                    self._compare("takeovers", tokens)
+                    seen.append(self._footprint())
+                    say(f"takeover {len(times)}: {times[-1]:.3f} s, {seen[-1]}")
+        finally:
+            self._note_kills("takeovers", times, clients)
+            self.results |= {
+                "footprint_first": seen[min(1, len(seen) - 1)],
+                "footprint_last": seen[-1],
+            }
 
     def _footprint(self) -> dict[str, int]:
         """What the service has of the machine, with one engine serving and one parked."""
@@ -697,19 +762,22 @@ class Bench:
         """A rolling restart with another max_model_len, under load."""
         self.ready_service()
         length = 2048 if self.on_gpu else 128
-        with Clients(self.port, clients, tokens=4, keep=True) as load:
-            self.write_manifest(max_model_len=length)
-            began = time.time()
-            self.ask("restart", timeout_s=START_TIMEOUT_S)
-            took = time.time() - began
-            time.sleep(1.0)
-        self.write_manifest()
-        self.results |= {
-            "restart_s": took,
-            "restart_gap_s": load.longest_gap(began),
-            "restart_failed": len(load.failed) + len(load.refused),
-            "restart_failures": load.failed[:5],
-        }
+        load = Clients(self.port, clients, tokens=4, keep=True)
+        self.write_manifest(max_model_len=length)
+        began = time.time()
+        try:
+            with load:
+                began = time.time()
+                self.ask("restart", timeout_s=self.start_timeout_s)
+                took = time.time() - began
+                time.sleep(1.0)
+        finally:
+            self.write_manifest()
+            self.results |= {
+                "restart_failed": len(load.failed) + len(load.refused),
+                "restart_failures": load.failed[:5],
+            }
+        self.results |= {"restart_s": took, "restart_gap_s": load.longest_gap(began)}
         say(
             f"restart: {took:.1f} s, gap {load.longest_gap(began):.3f} s, failed {len(load.failed)}"
         )
@@ -741,16 +809,16 @@ class Bench:
             self.start_service(name)
             self.until_serving(name)
             say(f"{name} serves")
-        times = []
+        times: list[float] = []
         for n in range(switches):
+            # The first goes to a, which slept while b started.
             port = self.port + n % 2
             at = time.time()
             complete(port)
             times.append(time.time() - at)
             say(f"switch {n + 1}: first token after {times[-1]:.3f} s")
+            self.results |= {"switch_s": times, "switch_worst_s": max(times)}
             time.sleep(0.5)
-        # The first goes to a, which slept while b started.
-        self.results |= {"switch_s": times, "switch_worst_s": max(times)}
 
     def close(self) -> None:
         self.stop_services()
@@ -760,11 +828,12 @@ class Bench:
 _PHASES = {
     "weights": r"[Mm]odel loading took .*? ([0-9.]+) seconds",
     "dynamo": r"Dynamo bytecode transform time: ([0-9.]+) s",
-    "compiled code": r"(?:Directly load|Compiling).*? took ([0-9.]+) s",
-    "torch.compile": r"torch\.compile (?:and initial profiling run )?took ([0-9.]+) s",
+    # From the cache, or made.
+    "compiled code": r"(?:Directly load|Compiling) .*? (?:took|takes) ([0-9.]+) s",
+    "torch.compile": r"torch\.compile (?:and initial profiling\S* run together )?took ([0-9.]+) s",
+    "profiling run": r"[Ii]nitial profiling\S* run took ([0-9.]+) s",
     "graphs": r"Graph capturing finished in ([0-9.]+) secs",
     "init engine": r"init engine .*? took ([0-9.]+) s",
-    "cudagraph estimate": r"[Cc]udagraph memory profiling took ([0-9.]+)",
 }
 
 
@@ -793,13 +862,26 @@ def _resident_kib(pid: int) -> int:
 
 
 def _worker_of(pid: int) -> int:
-    """The last worker of the engine whose first process this is."""
-    names = {child: Path(f"/proc/{child}/comm").read_text() for child in _descendants(pid)}
-    return max(child for child, name in names.items() if "Worker" in name)
+    """The last worker of the engine whose first process this is. Raises RuntimeError."""
+    names: dict[int, str] = {}
+    for child in _descendants(pid):
+        with contextlib.suppress(OSError):
+            names[child] = Path(f"/proc/{child}/comm").read_text().strip()
+    # As vLLM names them, by setproctitle.
+    workers = [child for child, name in names.items() if "Worker" in name]
+    if not workers:
+        raise RuntimeError(f"no worker among the processes of engine {pid}: {names}")
+    return max(workers)
 
 
-def phases(log: str) -> dict[str, float]:
-    """Seconds by phase, as vLLM's own lines have them; the last of each counts."""
+def _log_of(way: str) -> str:
+    """The log of a first start; the service's is that of all its engines."""
+    return "service-a.log" if way == "service" else f"direct-{way}.log"
+
+
+def phases(path: Path) -> dict[str, float]:
+    """Seconds by phase, as vLLM's own lines in a log have them; the last of each counts."""
+    log = path.read_text(errors="replace") if path.exists() else ""
     found = {name: re.findall(pattern, log) for name, pattern in _PHASES.items()}
     return {name: float(values[-1]) for name, values in found.items() if values}
 
@@ -851,10 +933,17 @@ def make_model(path: Path, shape: str, *, seed: int, on_gpu: bool) -> None:
 
 
 def devices_of(device: str | None, count: int) -> list[str]:
-    """cpu0, cpu1, …; or the GPU of that name; or the first GPUs."""
+    """cpu0, cpu1, …; or the GPU of that name; or the first ones of CUDA_VISIBLE_DEVICES.
+
+    Raises click.ClickException if there are not so many.
+    """
     if device == "cpu0":
         return [f"cpu{n}" for n in range(count)]
-    return [device] if device else [gpu.uuid for gpu in list_gpus()[:count]]
+    visible = visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found = ([device] if device else visible)[:count]
+    if len(found) < count:
+        raise click.ClickException(f"{count} GPUs are needed, {len(found)} are here or named")
+    return found
 
 
 @click.command()
@@ -882,6 +971,9 @@ def devices_of(device: str | None, count: int) -> list[str]:
     "--tensor-parallel", default=1, show_default=True, help="So many devices, from the first."
 )
 @click.option("--clients", default=8, show_default=True)
+@click.option(
+    "--start-timeout", default=START_TIMEOUT_S, show_default=True, help="Seconds for each engine."
+)
 @click.option("--arguments", default="{}", help="More arguments of vllm serve, as JSON.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write all figures there.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Copy the logs there.")
@@ -890,7 +982,7 @@ def devices_of(device: str | None, count: int) -> list[str]:
 def main(
     *, model: Path, second: Path | None, shape: str | None, device: str | None, sections: str, starts: int,
     kills: int, few: int, clients: int, arguments: str, out: Path | None, logs: Path | None, keep: bool, nursery: bool,
-    budget: float, seconds: float, tensor_parallel: int,
+    budget: float, seconds: float, tensor_parallel: int, start_timeout: float,
 ) -> None:  # fmt: skip
     """Measure one engine service."""
 
@@ -909,7 +1001,7 @@ def main(
             make_model(models[1], "1b" if on_gpu else "tiny", seed=1, on_gpu=on_gpu)
     with workplace(keep) as work:
         bench = Bench(work, devices, models, json.loads(arguments))
-        bench.nursery = nursery
+        bench.nursery, bench.start_timeout_s = nursery, start_timeout
         bench.deadline = time.monotonic() + budget
         work_of: dict[str, Callable[[], None]] = {
             "start": lambda: bench.section_start(starts),
@@ -928,6 +1020,7 @@ def main(
             for name in wanted:
                 if time.monotonic() > bench.deadline:
                     say(f"-- no time left for {name}")
+                    bench.results.setdefault("left_out", []).append(name)
                     continue
                 if name == "switch" and len(models) < 2:
                     say("-- switch needs --second")
@@ -936,23 +1029,26 @@ def main(
                 say(f"-- {name}")
                 try:
                     work_of[name]()
-                except (Exception, KeyboardInterrupt) as e:
+                except Exception as e:
                     say(f"{name} failed: {e}")
-                    bench.results.setdefault("errors", {})[name] = str(e)[:2000]
-                    if isinstance(e, KeyboardInterrupt):
-                        break
+                    bench.results.setdefault("errors", {})[name] = f"{type(e).__name__}: {e}"[:3000]
                 say(f"-- {name} took {time.time() - began:.1f} s")
                 if out:
                     out.write_text(json.dumps(bench.results, indent=1))
+        except (Exception, KeyboardInterrupt) as e:
+            # Also at a time limit: what was measured so far is written.
+            say(f"ended: {e!r}")
+            bench.results.setdefault("errors", {})["all"] = f"{type(e).__name__}: {e}"[:3000]
         finally:
+            if out:
+                out.write_text(json.dumps(bench.results, indent=1))
             bench.close()
             if logs:
                 logs.mkdir(parents=True, exist_ok=True)
                 for path in work.glob("*.log"):
                     shutil.copy(path, logs)
         print("\n".join(table(bench.results)))
-        if out:
-            out.write_text(json.dumps(bench.results, indent=1))
+    sys.exit("errors" in bench.results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Engines beside resident weights on a real GPU: which start, with how much KV cache, and where the device ends.
 
-    python bench/everyday.py --json everyday.json            # about 5 minutes on one H200
-    python bench/everyday.py --rows a,b --work /dev/shm/wc   # some rows, keeping the checkpoints for the next run
+    python bench/everyday.py --json everyday.json --model /tmp/m8    # about 5 minutes on one H200
+    python bench/everyday.py --rows a,b --work /tmp/wc     # some rows, keeping the checkpoints for the next run
 
 Every engine is a process of its own with a time limit. A row that fails is told and does not end
 the rest. The device's use is the driver's figure after the first tokens, compared with utilization
@@ -34,7 +34,7 @@ from bench.checkpoints import llama_config, write_checkpoint_apart  # noqa: E402
 from bench.generate import prompts  # noqa: E402
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest  # noqa: E402
 from weightcached.errors import WeightcachedError  # noqa: E402
-from weightcached.system.gpus import list_gpus  # noqa: E402
+from weightcached.system.gpus import list_gpus, visible_gpus  # noqa: E402
 
 MIB = 1 << 20
 ALLOWED_OVER = 256 * MIB
@@ -257,6 +257,8 @@ class Rows:
             "VLLM_CACHE_ROOT": str(directory / "vllm-cache"),
         }
         self.results: list[dict[str, Any]] = []
+        # Called with them after each row.
+        self.keep: Callable[[list[dict[str, Any]]], None] = lambda results: None
 
     def run(self, row: str, what: str, action: Callable[[], dict[str, Any]]) -> None:
         if self._wanted and row not in self._wanted:
@@ -264,14 +266,13 @@ class Rows:
         began = time.monotonic()
         try:
             result = action()
-        except BaseException as e:
+        except Exception as e:
             result = {"error": f"{type(e).__name__}: {e}"[:2000]}
-            if isinstance(e, KeyboardInterrupt):
-                raise
         told = {"row": row, "what": what, "started": "error" not in result}
         result = told | {"row_seconds": round(time.monotonic() - began, 1)} | result
         self.results.append(result)
         print(line_of(result), flush=True)
+        self.keep(self.results)
 
     def without_us(self) -> None:
         """The measure of the other rows: vLLM alone, without and with a startup plan of its own."""
@@ -382,10 +383,14 @@ def line_of(result: dict[str, Any]) -> str:
     )
 
 
-def make_checkpoints(work: Path, *, tiny: bool, on: str) -> dict[str, Path]:
-    """Random checkpoints, kept for the next run."""
-    paths = {}
+def make_checkpoints(
+    work: Path, *, tiny: bool, on: str, given: dict[str, Path | None]
+) -> dict[str, Path]:
+    """Random checkpoints, kept for the next run, of the models that are not given."""
+    paths = {name: path for name, path in given.items() if path is not None}
     for seed, (name, size) in enumerate(SIZES.items()):
+        if name in paths:
+            continue
         path = work / (f"{name}-tiny" if tiny else name)
         if not (path / "config.json").exists():
             config = llama_config(**(TINY if tiny else size), dtype="bfloat16", tied=False)
@@ -404,16 +409,23 @@ def make_checkpoints(work: Path, *, tiny: bool, on: str) -> dict[str, Path]:
     type=click.Path(path_type=Path),
     help="Keep checkpoints here. Default: /dev/shm, removed after.",
 )
+@click.option(
+    "--model", "model_path", type=click.Path(path_type=Path), help="Use this 8B checkpoint."
+)
+@click.option("--small", type=click.Path(path_type=Path), help="Use this one as the second model.")
 @click.option("--rows", default="", help="Only these, e.g. a,b.")
 @click.option("--cpu", is_flag=True, help="Tiny models on cpu0: tries the program, not the memory.")
 @click.option("--engine", "engine_question", hidden=True)
 def main(
-    json_path: Path | None, work: Path | None, rows: str, cpu: bool, engine_question: str | None
-) -> None:
+    json_path: Path | None, work: Path | None, model_path: Path | None, small: Path | None, rows: str, cpu: bool,
+    engine_question: str | None,
+) -> None:  # fmt: skip
     """Start engines beside resident weights, one row after the other."""
     if engine_question is not None:
         engine_main(json.loads(engine_question))
-    device = "cpu0" if cpu else next(iter(list_gpus())).uuid
+    # A time limit ends the daemon and engines too, and the rows so far are written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    device = "cpu0" if cpu else visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
     with contextlib.ExitStack() as stack:
         # Short: a socket's path has to fit into 107 bytes.
         directory = Path(tempfile.mkdtemp(prefix="wce-", dir="/tmp"))
@@ -421,15 +433,23 @@ def main(
             work = Path(tempfile.mkdtemp(prefix="wce-", dir="/tmp" if cpu else "/dev/shm"))
             stack.callback(shutil.rmtree, work)
         began = time.monotonic()
-        paths = make_checkpoints(work, tiny=cpu, on="cpu" if cpu else "cuda")
+        given = {"8b": model_path, "small": small}
+        paths = make_checkpoints(work, tiny=cpu, on="cpu" if cpu else "cuda", given=given)
         print(f"checkpoints after {time.monotonic() - began:.0f} s", flush=True)
         arguments = {"enforce_eager": True, "max_model_len": 2048}
         entries = [model(name, paths[name], device, **arguments) for name in SIZES]
         daemon = Daemon(directory, device, entries[:1])
         stack.callback(daemon.close)
         every = Rows(daemon, directory, paths, set(filter(None, rows.split(","))))
-        every.without_us()
+
+        def keep(results: list[dict[str, Any]]) -> None:
+            if json_path is not None:
+                document = {"device": device, "utilization": UTILIZATION, "rows": results}
+                json_path.write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+        every.keep = keep
         try:
+            every.without_us()
             daemon.start()
             print(f"8b resident after {time.monotonic() - began:.0f} s", flush=True)
             every.with_one_model()
@@ -439,9 +459,7 @@ def main(
         except (WeightcachedError, AssertionError, OSError) as e:
             print(f"given up: {type(e).__name__}: {e}", flush=True)
         finally:
-            document = {"device": device, "utilization": UTILIZATION, "rows": every.results}
-            if json_path is not None:
-                json_path.write_text(json.dumps(document, indent=1), encoding="utf-8")
+            keep(every.results)
             print(f"\nafter {time.monotonic() - began:.0f} s:", flush=True)
             for result in every.results:
                 print(line_of(result), flush=True)

@@ -1,12 +1,13 @@
 """More models than fit: attaches by a Zipf trace, within a budget for some of the models.
 
     python bench/residency.py --mib 3072 --budget-mib 10240 --json residency.json
+    python bench/residency.py --device GPU-… --checkpoint /tmp/a --checkpoint /tmp/b --budget-mib 16384
 
 Each model is loaded once, which makes its snapshot. Then clients attach one after the other, or two
-at a time, map all segments, compare samples of the bytes with those after the load, and leave. On
-a GPU (--device GPU-…) the models are random checkpoints that vLLM loads; on cpuN segments of the
-same size come from a loader without vLLM. What is counted and timed is the daemon: which attaches
-found their model resident, and what the others waited for.
+at a time, map all segments, compare samples of the bytes with those after the load, and leave. On a
+GPU (--device GPU-…) and cpuN alike, segments of that size come from a loader without vLLM: what is
+counted and timed is the daemon, which attaches found their model resident, and what the others
+waited for. With --vllm, or --checkpoint, vLLM loads random checkpoints, or those, on a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -77,34 +79,42 @@ class Bench:
     """The daemon, its models, and the attaches."""
 
     def __init__(
-        self, device: str, work: Path, models: int, nbytes: int, budget: int, seed: int
-    ) -> None:
+        self, device: str, work: Path, paths: list[Path], nbytes: int, budget: int, seed: int,
+        *, by_vllm: bool,
+    ) -> None:  # fmt: skip
         self.device = device
+        self.by_vllm = by_vllm
         self.nbytes = nbytes
         self.backend: Backend = open_backend(device)
         self.daemon = DaemonProcess(work, device=device)
         self._mapping = threading.Lock()
-        entries = [self._entry(work / f"model{n}", n, seed) for n in range(models)]
+        # Each writer is a process of its own, which mostly starts.
+        with ThreadPoolExecutor(3) as pool:
+            entries = list(
+                pool.map(lambda n: self._entry(paths[n], n, seed + n), range(len(paths)))
+            )
         write_manifest(
             self.daemon.manifest, entries, snapshots={"dir": str(work / "snapshots")}, budget=budget
         )
 
     def _entry(self, directory: Path, number: int, seed: int) -> dict[str, Any]:
         engine: dict[str, Any] = {"model": str(directory)}
-        if is_host_device(self.device):
-            small.write_checkpoint(directory, seed=seed + number)
+        if not self.by_vllm:
+            small.write_checkpoint(directory, seed=seed)
             self.daemon.loader_command = LOADER.replace("loader_child", "large_loader")
             engine |= {
                 "x_tensors": 96,
                 "x_nbytes": self.nbytes * 3 // 2,
                 "x_segment_nbytes": 512 * MIB,
+                "x_seed": seed,
             }
         else:
             self.daemon.loader_command = None
-            write_checkpoint_apart(directory, _config_of(self.nbytes), device="cuda")
+            if not (directory / "config.json").exists():
+                write_checkpoint_apart(directory, _config_of(self.nbytes), seed=seed, device="cuda")
             engine |= {"max_model_len": 4096}
         return {
-            "name": directory.name,
+            "name": f"model{number}",
             "devices": [self.device],
             "engine": engine,
             "resident": "on-demand",
@@ -257,20 +267,36 @@ def show(figures: dict[str, Any]) -> None:
 @click.option("--hold-s", default=0.05, show_default=True, help="How long each stays.")
 @click.option("--exponent", default=1.0, show_default=True, help="Of the Zipf distribution.")
 @click.option("--seed", default=1, show_default=True)
+@click.option(
+    "--checkpoint", "checkpoints", type=click.Path(path_type=Path), multiple=True,
+    help="A model on the GPU, instead of random ones. May be given several times.",
+)  # fmt: skip
+@click.option("--vllm", "by_vllm", is_flag=True, help="Load by vLLM, on a GPU.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None)
 def main(
-    device: str, models: int, mib: int, budget_mib: int, attaches: int, clients: int,
-    hold_s: float, exponent: float, seed: int, json_path: Path | None,
+    device: str, models: int, mib: int, budget_mib: int, attaches: int, clients: int, hold_s: float, exponent: float,
+    seed: int, checkpoints: tuple[Path, ...], by_vllm: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
+    # A time limit ends the daemon too, and what was measured so far is written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work = Path(tempfile.mkdtemp(prefix="wcr-"))
-    bench = Bench(device, work, models, mib * MIB, budget_mib * MIB, seed)
+    paths = list(checkpoints) or [work / f"model{n}" for n in range(models)]
+    by_vllm = by_vllm or bool(checkpoints)
+    if by_vllm and is_host_device(device):
+        raise click.UsageError("--vllm and --checkpoint need a GPU: --device GPU-…")
+    bench = Bench(device, work, paths, mib * MIB, budget_mib * MIB, seed, by_vllm=by_vllm)
     figures: dict[str, Any] = {}
+    loaded: list[Model] = []
+    attached: list[Attached] = []
     try:
         bench.daemon.start()
-        loaded = [bench.load(f"model{n}") for n in range(models)]
+        for n in range(len(paths)):
+            loaded.append(bench.load(f"model{n}"))
+            print(f"model{n} loaded, its snapshot written", flush=True)
         wanted = trace(loaded, attaches, exponent, seed)
         with ThreadPoolExecutor(clients) as pool:
-            attached = list(pool.map(lambda model: bench.attach(model, hold_s), wanted))
+            for each in pool.map(lambda model: bench.attach(model, hold_s), wanted):
+                attached.append(each)
         figures = figures_of(attached, loaded)
         counters = bench.daemon.status().counters
         assert counters
@@ -282,10 +308,11 @@ def main(
         figures["daemon RSS, MiB"] = round(rss_of_tree(bench.daemon.pid) / MIB, 1)
     finally:
         bench.daemon.close()
-        if figures:
+        if attached:
+            figures = figures_of(attached, loaded) | figures
             show(figures)
-            if json_path is not None:
-                json_path.write_text(json.dumps(figures, indent=1))
+        if json_path is not None:
+            json_path.write_text(json.dumps(figures | {"loaded": len(loaded)}, indent=1))
         shutil.rmtree(work, ignore_errors=True)
     if set(figures.get("outcomes", {"": 0})) - {"hit", "restored"}:
         raise SystemExit("not all were served from the cache or its snapshots")

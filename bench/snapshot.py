@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -79,7 +80,7 @@ class Bench:
         def ready() -> bool:
             assert self.daemon.process
             if self.daemon.process.poll() is not None:
-                raise SystemExit(f"the daemon ended: {self.daemon.log[-2000:]}")
+                raise RuntimeError(f"the daemon ended: {self.daemon.log[-2000:]}")
             return any("READY=1" in state for state in manager.states)
 
         until(ready, "READY", bound_s=READY_TIMEOUT_S)
@@ -99,7 +100,7 @@ class Bench:
         self.figures["loaded: start to READY, s"] = self.start()
         if self.cache().state != "ready":
             # A daemon is ready without it, and tries again.
-            raise SystemExit(f"not loaded: {self.cache().error}")
+            raise RuntimeError(f"not loaded: {self.cache().error}")
         began_s = time.monotonic()
         until(
             lambda: self.cache().snapshot not in ("", "writing"),
@@ -108,7 +109,7 @@ class Bench:
         )
         self.figures["written in, s"] = time.monotonic() - began_s
         if self.cache().snapshot != "written":
-            raise SystemExit(f"not written: {self.cache().snapshot}")
+            raise RuntimeError(f"not written: {self.cache().snapshot}")
         self.figures["bytes, GiB"] = self.cache().bytes / (1 << 30)
 
     def restore(
@@ -122,6 +123,8 @@ class Bench:
                 "with segments and locked memory, GB/s", "phases of the restorer, s",
             )
         }  # fmt: skip
+        # They grow: after a failure those of the starts before it are there.
+        self.figures |= {f"{prefix}{name}": values for name, values in found.items()}
         for _ in range(starts):
             self.daemon.stop()
             if before is not None:
@@ -140,7 +143,6 @@ class Bench:
                 strict=True,
             ):  # fmt: skip
                 found[name].append(value)
-        self.figures |= {f"{prefix}{name}": values for name, values in found.items()}
 
     def restore_cold(self, starts: int) -> None:
         """From the disk, each start after a direct reading of the same file."""
@@ -151,7 +153,7 @@ class Bench:
             drop_from_page_cache(self.data)
             read = read_direct(self.data)
             if read is None:
-                raise SystemExit(f"{self.data} is in memory: --work names a directory on a disk")
+                raise RuntimeError(f"{self.data} is in memory: --work names a directory on a disk")
             direct.append(read.bytes_per_s / 1e9)
             cached.append(cached_share(self.data))
 
@@ -191,19 +193,31 @@ def show(title: str, figures: dict[str, Any]) -> None:
             else value
         )
         sign, limit = LIMITS.get(name, ("", 0.0))
-        missed = sign and (median > limit if sign == "≤" else median < limit)
+        missed = isinstance(median, float) and sign
+        missed = missed and (median > limit if sign == "≤" else median < limit)
         text = f"{median:.3f}" if isinstance(median, float) else str(median)
         print(f"{'!' if missed else ' '} {name:44} {text} {f'({sign} {limit})' if sign else ''}")
 
 
 def measure(bench: Bench, title: str, starts: int, cold: int, report: dict[str, Any]) -> None:
-    """All figures of one model; those that were measured before a failure too."""
+    """All figures of one model. A part that fails is noted and does not keep the others from it."""
     report[title] = bench.figures
+    errors: dict[str, str] = report["errors"]
+    parts: dict[str, Callable[[], None]] = {
+        "load": bench.load,
+        "restore": lambda: bench.restore(starts),
+        "rest": bench.rest,
+        # Last: it takes as long as the disk does.
+        "cold": lambda: bench.restore_cold(cold),
+    }
     try:
-        bench.load()
-        bench.restore(starts)
-        bench.restore_cold(cold)
-        bench.rest()
+        for name, part in parts.items():
+            try:
+                part()
+            except Exception as e:
+                errors[f"{title}: {name}"] = f"{type(e).__name__}: {e}"[:2000]
+                if name == "load":
+                    return
     finally:
         bench.daemon.close()
         show(title, bench.figures)
@@ -231,17 +245,19 @@ def main(
     fp8: bool,
     device: str | None,
 ) -> None:
-    if device is None or not is_host_device(device):
+    # A time limit ends the daemon too, and what was measured so far is written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    device = device or visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
+    on_gpu = not is_host_device(device)
+    if on_gpu:
         pynvml.nvmlInit()
-        device = device or visible_gpus(list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))[0]
     directory = work or Path(tempfile.mkdtemp(prefix="wcs-", dir="/var/tmp"))
     directory.mkdir(parents=True, exist_ok=True)
     if checkpoint is None:
         checkpoint = directory / "model"
-        write_checkpoint_apart(
-            checkpoint, llama_config(**SIZES[size], dtype="bfloat16", tied=False), device="cuda"
-        )
-    report: dict[str, Any] = {}
+        config = llama_config(**SIZES[size], dtype="bfloat16", tied=False)
+        write_checkpoint_apart(checkpoint, config, device="cuda" if on_gpu else "cpu")
+    report: dict[str, Any] = {"errors": {}}
     try:
         measure(Bench(device, directory / "bf16", checkpoint), "bf16", starts, cold, report)
         if fp8:
@@ -252,6 +268,9 @@ def main(
             json_path.write_text(json.dumps(report, indent=1))
         if work is None:
             shutil.rmtree(directory, ignore_errors=True)
+    for part, error in report["errors"].items():
+        print(f"! {part} FAILED: {error}")
+    sys.exit(bool(report["errors"]))
 
 
 if __name__ == "__main__":

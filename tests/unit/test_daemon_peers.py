@@ -77,3 +77,23 @@ def test_real_connection_is_identified() -> None:
         assert seen.pid == os.getpid()
         assert seen.pidfd is not None
         seen.close()
+
+
+def test_peer_that_we_cannot_see_is_known_even_without_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The daemon would accept nobody any more."""
+
+    class Seen(Socket):
+        def getsockopt(self, level: int, option: int, size: int = 0) -> bytes:
+            if option == socket.SO_PEERCRED:
+                return super().getsockopt(level, option, size)
+            return cast(bytes, os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+
+    def fail(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    credentials = struct.pack("3i", 0, os.getuid(), 0)
+    first, second = (identify(cast(socket.socket, Seen(credentials))) for _ in range(2))
+    assert 0 > first.process > second.process

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
+import tempfile
+from array import array
+from pathlib import Path
+
 import pytest
 
 from weightcached.errors import DeviceError
 from weightcached.preload import launcher
+from weightcached.preload.notify_server import NotifyServer
 from weightcached.system.gpus import GpuInfo
+from weightcached.system.notify import connect, send, store_message
 
 GPUS = [GpuInfo(f"GPU-0000000{n}-0000-4000-8000-000000000000", "H200", 1) for n in range(4)]
 UUIDS = [gpu.uuid for gpu in GPUS]
@@ -58,3 +67,24 @@ def test_machine_without_gpus_has_slots_of_host_memory(monkeypatch: pytest.Monke
         "cpu1",
         "cpu2",
     ]
+
+
+def test_kept_descriptors_are_no_other_daemons() -> None:
+    """One that is started again would inherit them, and keep memory that their owner has freed."""
+
+    async def test() -> None:
+        with tempfile.TemporaryDirectory(prefix="wc") as directory:
+            manager = NotifyServer(Path(directory, "notify"))
+            with connect(manager.address) as daemon:
+                # More than one message may have, and nothing: what follows counts.
+                for state, count in (("FDSTORE=1", 20), ("", 0), (store_message("wc1.a.0"), 1)):
+                    rights = array("i", [0] * count)
+                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if count else []
+                    daemon.sendmsg([state.encode()], ancillary)
+                send(daemon, "READY=1")
+                await manager.ready.wait()
+            (kept,) = manager.kept.values()
+            assert not os.get_inheritable(kept.fileno())
+            manager.close()
+
+    asyncio.run(asyncio.wait_for(test(), timeout=30))

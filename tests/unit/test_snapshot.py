@@ -136,6 +136,23 @@ def test_what_is_restored_is_what_was_written(packed: Packed, path: Path) -> Non
     close_all(channel.fds)
 
 
+def test_a_snapshot_that_is_removed_meanwhile_is_restored(path: Path) -> None:
+    """As a writer of another device makes room: what is open can be read to its end."""
+    gone, channel = path.with_name("gone"), Channel()
+    send = channel.send
+
+    def move_and_send(message: Any, fds: list[OwnedFd] | None = None) -> None:
+        if path.exists():
+            path.rename(gone)
+        send(message, fds)
+
+    channel.send = move_and_send  # type: ignore[method-assign]
+    # The first message is sent before the files are opened.
+    channel.phase = lambda *arguments: None  # type: ignore[method-assign]
+    restorer.restore(job(), channel, path)
+    assert len(channel.of(Descriptors)) == 1
+
+
 def test_restored_segments_are_sealed(path: Path) -> None:
     channel = restored(path)
     with pytest.raises(OSError):

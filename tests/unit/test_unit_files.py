@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.daemon import BOUND_S
 from weightcached.config import manifest as manifests
 from weightcached.config.engines import EngineEntry
 from weightcached.config.manifest import load_manifest
+from weightcached.config.ranks import SIZES
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG
 from weightcached.system.units import UNITS, install, source
 
@@ -49,7 +51,7 @@ def verify(tmp_path: Path, *units: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"XDG_RUNTIME_DIR": str(runtime)}
     command = ["systemd-analyze", "verify", "--user", "--man=no", *map(str, units)]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=60, check=False
+        command, capture_output=True, text=True, env=environment, timeout=BOUND_S, check=False
     )
 
 
@@ -198,7 +200,7 @@ def test_example_manifest_has_every_key_once() -> None:
     for key in manifests.Document.__struct_fields__:
         assert len(re.findall(rf"^(?:# )?{key}:", text, re.MULTILINE)) == 1, key
     models, engines = text.split("\nengines:\n")
-    for key in (*manifests.ModelEntry.__struct_fields__, *manifests.LAYOUT_KEYS):
+    for key in (*manifests.ModelEntry.__struct_fields__, *SIZES):
         assert len(re.findall(rf"^[ -]*{key}:", models, re.MULTILINE)) == 1, key
     for key in EngineEntry.__struct_fields__:
         assert len(re.findall(rf"^[ -]*{key}:", engines, re.MULTILINE)) == 1, key

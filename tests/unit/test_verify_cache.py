@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fakes.daemon import BOUND_S
 from tests.fakes.models import Packed, an_index, random_bytes
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon
 from weightcached.cli import verify_cache
@@ -147,9 +148,8 @@ def test_cache_of_a_daemon_is_verified(
     run(handing_out(packed, fds[:-1], fds[-1], len(fds)))
     result = verify_cache.verify_cache("cpu0", "tiny/target")
     close_all(fds)
-    assert (result.cache, result.generation, result.mismatched) == ("tiny/target", 3, names)
+    assert result.mismatched == names
     assert (result.nbytes, result.tensors) == (packed.index.nbytes, 4)
-    assert 0 < result.seconds < 60
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_verifying_imports_no_torch(packed: Packed) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=BOUND_S,
     )
     fds[-1].close()
     assert done.stdout == "[] []\n"

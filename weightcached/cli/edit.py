@@ -11,7 +11,6 @@ and renamed into place. So whatever was wrong with the change, the manifest in f
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ import msgspec
 import yaml
 
 from weightcached.config.manifest import VERSION, Manifest, ModelSpec, load_manifest
+from weightcached.config.published import changing
 from weightcached.errors import ManifestError
 from weightcached.system.paths import manifest_path
 from weightcached.system.units import is_unmodified, user_manifest
@@ -99,7 +99,7 @@ def _changed(
     partial = real.with_name(f".{real.name}.{os.getpid()}")
     with _names_file(path):
         real.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(real.parent), contextlib.ExitStack() as stack:
+        with changing(real), contextlib.ExitStack() as stack:
             before = current(path)
             # Not as text: line ends stay what they are.
             text = change(real.read_bytes().decode() if before else "")
@@ -202,17 +202,6 @@ def _read_again(partial: Path) -> Manifest:
 
 def _refuse(path: Path, why: str) -> NoReturn:
     raise ManifestError(f"{path} cannot be changed by this command: {why}: edit it")
-
-
-@contextlib.contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Two commands at once change it one after the other."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

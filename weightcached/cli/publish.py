@@ -39,9 +39,10 @@ def manifest_of(replies: Sequence[StatusReply], model: str) -> tuple[Path, list[
 
 @contextmanager
 def published(manifest: Path, model: str, directory: Path, label: str) -> Iterator[list[bool]]:
-    """Within the block the checkpoint is the model's, and after it if the block sets the list's
-    element to true. Publishing the manifest's own checkpoint removes what was published.
+    """The checkpoint is the model's within the block, and after it unless the block sets the list's
+    element to false. Publishing the manifest's own checkpoint removes what was published.
 
+    An interrupted block keeps it: the daemons that were asked go on loading it.
     Raises ManifestError, CheckpointMissingError.
     """
     check_checkpoint({"model": str(directory)})
@@ -52,7 +53,7 @@ def published(manifest: Path, model: str, directory: Path, label: str) -> Iterat
         after = {name: entry for name, entry in before.items() if name != model}
         if str(directory) != own or label:
             after[model] = Published(path=str(directory), instead_of=own, label=label)
-        kept = [False]
+        kept = [True]
         write_published(manifest, after)
         try:
             yield kept

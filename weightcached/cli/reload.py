@@ -36,6 +36,9 @@ from weightcached.wire.messages import (
 )
 from weightcached.wire.requests import ask
 
+# The daemon waits for the manager and for engines that sleep, before it says that all is freed.
+_FREE_TIMEOUT_S = 120.0
+
 
 def reload_all(
     devices: Sequence[str],
@@ -176,4 +179,4 @@ def holders(replies: Iterable[StatusReply], wanted: str) -> list[tuple[str, str]
 def free(device: str, request: Drop | Evict) -> None:
     """Free one cache. Raises WeightcachedError, also if the daemon refuses."""
     with connect(device) as connection:
-        ask(connection, request, Done, ANSWER_TIMEOUT_S)
+        ask(connection, request, Done, _FREE_TIMEOUT_S)

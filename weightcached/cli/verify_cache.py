@@ -1,11 +1,10 @@
-"""Digests of storages: made while packing, recomputed by the proof and by `weightcachectl verify`.
+"""What `weightcachectl verify` does: the digest of every storage recomputed from the mapped memory.
 
 Needs no torch; on a GPU it needs the driver's bindings, and one CUDA context while it reads.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
@@ -26,11 +25,8 @@ _READ_NBYTES = 8 << 20
 class VerifyResult(NamedTuple):
     """`mismatched` names the tensors (the first over each storage) whose bytes have changed."""
 
-    cache: str
-    generation: int
     nbytes: int
     tensors: int
-    seconds: float
     mismatched: list[str]
     label: str = ""
 
@@ -61,7 +57,6 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
     Raises WeightCacheUnavailableError if there is no daemon or no such generation, SegmentError if
     it does not map, ProtocolError and IndexFormatError for a wrong answer.
     """
-    began = time.monotonic()
     fetched = fetch_generation(device, cache, for_what="verified")
     index = fetched.index
     try:
@@ -72,13 +67,4 @@ def verify_cache(device: str, cache: str) -> VerifyResult:
         wrong = list(wrong_storages(index, mapping))
     finally:
         mapping.close()
-    seconds = time.monotonic() - began
-    return VerifyResult(
-        cache,
-        fetched.ready.generation,
-        index.nbytes,
-        len(index.tensors),
-        seconds,
-        wrong,
-        index.label,
-    )
+    return VerifyResult(index.nbytes, len(index.tensors), wrong, index.label)

@@ -18,13 +18,12 @@ from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.located_yaml import Name, Text, Value, listed, near_miss
 from weightcached.config.ranks import layout_of, needs
 from weightcached.errors import PlacementError
+from weightcached.system.paths import SOCKET_PATH_MAX_BYTES
 
 if TYPE_CHECKING:
     from weightcached.config.manifest import ModelSpec
 
 _PORTS = range(1, 65536)
-# A Unix socket's name has room for 107 bytes (unix(7)).
-_MAX_PATH_BYTES = 107
 DEFAULT_DRAIN_S = 30.0
 DEFAULT_HANG_S = 60.0
 _REFUSED = {
@@ -148,8 +147,9 @@ def _listen(text: str, at: Value) -> Listen:
         path = text.removeprefix("unix:")
         if not path.startswith("/"):
             at.fail(f"expected unix: with an absolute path, got {text!r}")
-        if len(path.encode()) > _MAX_PATH_BYTES:
-            at.fail(f"the path has {len(path.encode())} bytes, a socket's has at most 107")
+        nbytes = len(path.encode())
+        if nbytes > SOCKET_PATH_MAX_BYTES:
+            at.fail(f"the path has {nbytes} bytes, a socket's has at most {SOCKET_PATH_MAX_BYTES}")
         return Listen(path=path)
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")

@@ -34,7 +34,6 @@ from weightcached.system.paths import check_device, is_host_device
 
 VERSION = 1
 ALL = "all"
-LAYOUT_KEYS = SIZES
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Size = Annotated[int, Meta(ge=1)]
 Residence = Literal["always", "on-demand"]
@@ -313,7 +312,7 @@ def _check_engine(engine: dict[str, Any], at: Value) -> None:
     if "model" not in engine:
         at.fail("the key model is missing: expected a Hub id or the absolute path of a checkpoint")
     _check_model(at["model"].convert(Text), at["model"])
-    for key in LAYOUT_KEYS:
+    for key in SIZES:
         if key in engine:
             at[key].convert(Size)
     if engine.get("load_format") in OWN_LOAD_FORMATS:

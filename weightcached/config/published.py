@@ -50,7 +50,7 @@ def read_published(manifest: Path) -> dict[str, Published]:
 
 @contextlib.contextmanager
 def changing(manifest: Path) -> Iterator[None]:
-    """One publisher at a time. Raises ManifestError."""
+    """One command at a time changes the manifest, or what is published beside it. Raises ManifestError."""
     try:
         fd = os.open(manifest.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as e:

@@ -173,9 +173,9 @@ class Cache:
         # Of the load that is due, as far as the manifest tells: its key comes later, from vLLM.
         self.checkpoint: CheckpointIdentity | None = None
         # From the manifest: whether it may make room for others, and is loaded only if asked for.
+        self.resident: Residence = "always"
         # From the manifest: whether engines that run get new generations.
         self.live = False
-        self.resident: Residence = "always"
         # Of the last generation, or of its snapshot; 0 if there was none.
         self.last_nbytes = 0
         # Engines that wait for its load, by connection: names for people.

@@ -17,7 +17,7 @@ from weightcached.wire.messages import EngineStatus, OldGeneration
 
 log = logging.getLogger(__name__)
 
-# Unmapping 15 GiB takes some 10 ms. Shorter than the patience of weightcachectl, which waits for it.
+# Unmapping 15 GiB takes some 10 ms. weightcachectl waits for it.
 UNMAP_TIMEOUT_S = 3.0
 
 
@@ -65,7 +65,6 @@ class Leased(Protocol):
 
 class Lease:
     """One engine's hold on one generation. `since` is in seconds since the epoch.
-
 
     A parked engine sleeps; `ask_to_unmap` sends it the question.
     """

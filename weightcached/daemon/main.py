@@ -563,7 +563,8 @@ class Daemon:
                 # Not unreachable: once the manager has replaced us, the other's end is all that is
                 # needed.
                 log.error("our place was taken socket=%s error=%s", self._endpoint.socket, e)
-            except RuntimePathError as e:
+            except (RuntimePathError, OSError) as e:
+                # OSError: out of descriptors. It is tried again, and nobody else would.
                 if str(e) != self._unreachable:
                     log.error(
                         "our socket is gone and cannot be made again socket=%s error=%s",

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from weightcached.system.waits import readable, writable
-from weightcached.wire.framing import MAX_LARGE_BYTES, Packet, recv_packet, send_packet
+from weightcached.wire.framing import Packet, recv_packet, send_packet
 
 # How long a sender waits when too many descriptors of this user are in flight (unix(7),
 # ETOOMANYREFS).
@@ -16,15 +16,13 @@ _IN_FLIGHT_RETRY_S = 0.05
 _CONNECT_RETRY_S = 0.001
 
 
-async def recv(
-    sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES
-) -> Packet:
+async def recv(sock: socket.socket, *, max_fds: int) -> Packet:
     """The next packet; raises as recv_packet() does. No deadline of its own."""
     # One turn of the loop per packet; otherwise a flooding peer would be the only one served.
     await asyncio.sleep(0)
     while True:
         try:
-            return recv_packet(sock, max_fds=max_fds, max_large_bytes=max_large_bytes)
+            return recv_packet(sock, max_fds=max_fds)
         except BlockingIOError:
             await readable(sock.fileno())
 

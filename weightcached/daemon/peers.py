@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -63,9 +64,11 @@ def _unseen_process(sock: socket.socket) -> int:
     otherwise one per connection.
     """
     pidfd = peer_pidfd(sock, 0)
-    if pidfd is not None:
-        with pidfd, OwnedFd(os.pidfd_open(os.getpid())) as ours:
-            inode = os.fstat(pidfd.fileno()).st_ino
-            if inode != os.fstat(ours.fileno()).st_ino:
-                return -inode - _CONNECTIONS
+    # Out of descriptors it is told apart by its connection: no peer may end the accepting of others.
+    with contextlib.suppress(OSError):
+        if pidfd is not None:
+            with pidfd, OwnedFd(os.pidfd_open(os.getpid())) as ours:
+                inode = os.fstat(pidfd.fileno()).st_ino
+                if inode != os.fstat(ours.fileno()).st_ino:
+                    return -inode - _CONNECTIONS
     return next(_unseen)

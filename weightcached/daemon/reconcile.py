@@ -277,8 +277,13 @@ class Reconciler:
         """Load or restore a cache for which an engine has asked, and whose load has begun."""
         async with self._lock:
             want = self._wanted.get(cache.name)
-            if want is None or self._caches.get(cache.name) is not cache or cache.load is None:
-                # Gone from the manifest, or loaded by a reload meanwhile.
+            if self._caches.get(cache.name) is not cache or cache.load is None:
+                # Dropped, or loaded by a reload meanwhile.
+                return
+            if want is None:
+                # A reload of other caches read the manifest, and left this one alone.
+                cache.fail_load(f"{cache.name} is in the manifest no longer")
+                self._caches.changed.fire()
                 return
             # An evicted cache is as old as a served one: only a reload asks the interpreter for its
             # versions again, which takes as long as reading some GiB.
@@ -334,7 +339,8 @@ class Reconciler:
         those that are live, with `asked` all that the round was about. None with a cache that failed.
         """
         failed = {o.cache.rpartition("/")[0] for o in outcomes if o.outcome == "failed"}
-        chosen = self._chosen(only, list(self._wanted.values()))
+        # May be empty: what the round was about may have been dropped in it.
+        chosen = _named(only, self._wanted)
         found = {
             want.spec.name: want.spec
             for want in self._wanted.values()
@@ -385,7 +391,7 @@ class Reconciler:
         Raises UnknownCacheError if none is on this device.
         """
         known = {want.name for want in wanted} | {cache.name for cache in self._caches}
-        chosen = {x for x in known if x in only or x.rpartition("/")[0] in only}
+        chosen = _named(only, known)
         if only and not chosen:
             raise UnknownCacheError(
                 f"no cache {printable(', '.join(map(repr, only)), 1000)} on {self._device}: it has "
@@ -893,6 +899,11 @@ def _take_over_digest(generation: Generation, last_key: WeightCacheKey | None) -
     last, now = last_key.checkpoint, generation.key.checkpoint
     if msgspec.structs.replace(last, full=now.full) == now:
         generation.full_digest = last.full
+
+
+def _named(only: Collection[str], known: Collection[str]) -> set[str]:
+    """The known caches that `only` names, each by its own name or its model's."""
+    return {x for x in known if x in only or x.rpartition("/")[0] in only}
 
 
 def _served_number(cache: Cache) -> int:

@@ -22,7 +22,8 @@ from weightcached.system.waits import readable
 from weightcached.wire.framing import recv_packet, send_packet
 from weightcached.wire.services import Reply, Request
 
-_BACKLOG = 16
+# A connection that finds it full is refused at once, not kept waiting.
+_BACKLOG = 128
 _MAX_FDS = 1
 
 
@@ -126,25 +127,28 @@ class Link:
         self._waiting: dict[int, asyncio.Future[tuple[Reply, list[OwnedFd]]]] = {}
         self._numbers = 0
         self._reader = asyncio.ensure_future(self._read())
+        # Called even if it is cancelled before its first step.
+        self._reader.add_done_callback(self._end)
 
     async def _read(self) -> None:
-        try:
-            while True:
-                try:
-                    packet = recv_packet(self._sock, max_fds=_MAX_FDS)
-                except BlockingIOError:
-                    await readable(self._sock.fileno())
-                    continue
-                reply = msgspec.json.decode(packet.data, type=Reply)
-                waiting = self._waiting.pop(reply.number, None)
-                if waiting is None or waiting.done():
-                    close_all(packet.fds)
-                else:
-                    waiting.set_result((reply, packet.fds))
-        except (EOFError, OSError, ProtocolError, msgspec.MsgspecError) as e:
-            reason = str(e) or "the connection was closed"
-        finally:
-            self._sock.close()
+        while True:
+            try:
+                packet = recv_packet(self._sock, max_fds=_MAX_FDS)
+            except BlockingIOError:
+                await readable(self._sock.fileno())
+                continue
+            reply = msgspec.json.decode(packet.data, type=Reply)
+            waiting = self._waiting.pop(reply.number, None)
+            if waiting is None or waiting.done():
+                close_all(packet.fds)
+            else:
+                waiting.set_result((reply, packet.fds))
+
+    def _end(self, reader: asyncio.Future[None]) -> None:
+        """No reply comes any more: whoever waits for one must not wait until the deadline."""
+        self._sock.close()
+        error = None if reader.cancelled() else reader.exception()
+        reason = str(error or "") or "the connection was closed"
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineError(f"no answer: {reason}"))
@@ -185,5 +189,5 @@ class Link:
         return reply.result, fds
 
     def close(self) -> None:
-        """Ask no more. The reader closes the socket, after it has stopped waiting on it."""
+        """Ask no more, and wait for no reply. The socket is closed once nobody waits on it."""
         self._reader.cancel()

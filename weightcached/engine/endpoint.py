@@ -5,10 +5,12 @@ While no engine accepts, the kernel queues connections: a client waits, it is no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 from weightcached.config.engines import Listen
 from weightcached.errors import ListenError
@@ -35,26 +37,31 @@ def _holder_hint(where: Listen) -> str:
 
 
 def _bind_port(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[0][4]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    return _listening(_family(host), _resolved(host, port))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _resolved(host: str, port: int) -> Any:
+    """The address as a socket has it. Raises OSError."""
+    kind, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
+    return socket.getaddrinfo(host, port, _family(host), kind, 0, passive)[0][4]
 
 
 def _bind_path(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode) and not _answers(path):
+        Path(path).unlink()
+    return _listening(socket.AF_UNIX, path)
+
+
+def _listening(family: socket.AddressFamily, address: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode) and not _answers(path):
-            Path(path).unlink()
-        sock.bind(path)
+        # Without a meaning for a path.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
         sock.listen(BACKLOG)
         sock.setblocking(False)
     except BaseException:
@@ -76,8 +83,8 @@ def _answers(path: str) -> bool:
         return True
 
 
-def is_at(fd: OwnedFd, where: Listen) -> bool:
-    """Whether a descriptor is a socket that listens there."""
+def is_at(fd: OwnedFd, where: Listen, *, any_host: bool = False) -> bool:
+    """Whether a descriptor is a socket that listens there; any_host: the port alone counts."""
     try:
         sock = socket.socket(fileno=os.dup(fd.fileno()))
     except OSError:
@@ -89,4 +96,15 @@ def is_at(fd: OwnedFd, where: Listen) -> bool:
         if where.path:
             # A name that was removed leads no client here.
             return name == where.path and os.path.lexists(where.path)
-        return sock.family != socket.AF_UNIX and name[1] == where.port
+        if sock.family == socket.AF_UNIX or name[1] != where.port:
+            return False
+        try:
+            return any_host or name[:2] == _resolved(where.host, where.port)[:2]
+        except OSError:
+            return False
+
+
+def stop_listening(fd: OwnedFd) -> None:
+    """Free the address of a socket, although the manager closes its copy only a little later."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd.fileno())) as sock:
+        sock.shutdown(socket.SHUT_RDWR)

@@ -16,7 +16,7 @@ import msgspec
 from weightcached.engine.child import CONTROL_FD, PUBLIC_FD
 from weightcached.engine.nursery import SOCKET_FD, Answer
 from weightcached.errors import ProtocolError
-from weightcached.system.fds import sealed_memfd
+from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.system.waits import readable
 from weightcached.wire.engine_job import Job
 from weightcached.wire.framing import recv_packet, send_packet
@@ -76,7 +76,8 @@ class Nursery:
         with theirs, open(os.devnull, "rb") as null:
             command = [python, "-m", "weightcached.engine.nursery", module]
             fds = {0: null.fileno(), SOCKET_FD: theirs.fileno()}
-            self.pid = start_process(command, environment, fds)
+            pid = start_process(command, environment, fds)
+        self._pidfd = OwnedFd(os.pidfd_open(pid))
         self._turn = asyncio.Lock()
         # "" once it can fork; None before it has said so.
         self._refusal: str | None = None
@@ -88,6 +89,7 @@ class Nursery:
                 try:
                     self._refusal = (await self._answer(_IMPORT_TIMEOUT_S)).refusal
                 except (EOFError, OSError, ProtocolError, msgspec.MsgspecError) as e:
+                    self._kill()
                     self._refusal = f"the nursery ended, its lines say why ({e or 'no answer'})"
             return self._refusal
 
@@ -100,6 +102,8 @@ class Nursery:
                 send_packet(self._sock, msgspec.json.encode(job), [public, control])
                 answer = await self._answer(_FORK_TIMEOUT_S)
             except (EOFError, OSError, ProtocolError, msgspec.MsgspecError) as e:
+                # One that is only late must not fork the engine later, beside another.
+                self._kill()
                 self._refusal = f"the nursery is gone ({e or 'no answer'})"
                 return None
             self._refusal = answer.refusal
@@ -107,19 +111,30 @@ class Nursery:
 
     async def _answer(self, timeout_s: float) -> Answer:
         async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    data = recv_packet(self._sock, max_fds=0).data
-                    return msgspec.json.decode(data, type=Answer)
-                except BlockingIOError:
-                    await readable(self._sock.fileno())
+            # A descriptor of its own: close() may come meanwhile, and the number be another's.
+            with self._sock.dup() as sock:
+                while True:
+                    try:
+                        data = recv_packet(sock, max_fds=0).data
+                        return msgspec.json.decode(data, type=Answer)
+                    except BlockingIOError:
+                        await readable(sock.fileno())
 
     def abort_imports(self) -> None:
         """Do not wait for imports that nobody needs any more."""
         if self._refusal is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            self._kill()
 
     def close(self) -> None:
-        """It ends when it sees that nobody is there."""
+        """End it; who waits for an answer of it gets none. Engines that it has forked go on."""
+        self._kill()
+        # It may be dead, and the other end with it.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+        self._pidfd.close()
+
+    def _kill(self) -> None:
+        if not self._pidfd.closed:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd.fileno(), signal.SIGKILL)

@@ -5,6 +5,7 @@ states.py decides, this module acts: every event ends in _step(), which begins t
     $XDG_RUNTIME_DIR/weightcached/engines/<name>/   0700
         lock            flock()ed by the supervisor for its whole life
         fence           flock()ed by the engine that serves, and all that it has forked
+        error           why a supervisor gave up before an engine served, for weightcachectl
         service.sock    weightcachectl's questions
         <number>/       one engine (running.py)
 """
@@ -20,7 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from weightcached.system.paths import (
 from weightcached.system.process import become_subreaper, holds_file
 from weightcached.system.waits import end_tasks
 from weightcached.wire.engine_job import Job
+from weightcached.wire.services import ERROR_FILE
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +149,7 @@ class Supervisor:
         # As /proc names it.
         self._directory = directory.resolve()
         self._fence = self._directory / "fence"
+        self._error_file = self._directory / ERROR_FILE
         self._plans: dict[int, StartPlan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = DeviceTurns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
@@ -226,8 +229,12 @@ class Supervisor:
         for engine in list(self._running.values()):
             fd = await engine.public_socket(timeout_s=_LOST_TIMEOUT_S)
             fds += [fd] if fd is not None else []
-        found = next((fd for fd in fds if endpoint.is_at(fd, where)), None)
+        # Engines that were taken back accept where they did, whatever the manifest says by now.
+        taken_back = bool(self._running)
+        found = next((fd for fd in fds if endpoint.is_at(fd, where, any_host=taken_back)), None)
         if stored is not None and found is not stored:
+            if not taken_back:
+                endpoint.stop_listening(stored)
             self._manager.drop(endpoint.STORE_NAME)
         sock = endpoint.bind(where) if found is None else socket.socket(fileno=found.take())
         sock.setblocking(False)
@@ -293,6 +300,12 @@ class Supervisor:
         older = list(dict.fromkeys(r.digest for r in found if r.digest != current.digest))
         versions = {digest: n for n, digest in enumerate([*older, current.digest], 1)}
         self.service.version = versions[current.digest]
+        for record in found:
+            # If the manifest's arguments do not work, engines of the present ones are started again.
+            self._plans[versions[record.digest]] = replace(
+                current, arguments=record.arguments, digest=record.digest,
+                kv_cache_bytes=0, remembered={},
+            )  # fmt: skip
         self._plans[self.service.version] = current
         for record in found:
             self._take_back_one(record, versions[record.digest])
@@ -319,10 +332,15 @@ class Supervisor:
         if not record.facts:
             self._keep(self._until_ready(number))
             return
+        engine = self._running.get(number)
+        if engine is None:
+            return
         try:
-            answer = await self._running[number].ask("ready", timeout_s=self.spec.hang_s)
+            answer = await engine.ask("ready", timeout_s=self.spec.hang_s)
         except EngineError as e:
             self._end_failed(number, str(e))
+            return
+        if not self._is_up(number):
             return
         log.info("engine=%d taken back serving=%s", number, answer["serving"])
         self.service.ready(number)
@@ -335,8 +353,8 @@ class Supervisor:
 
     def _step(self) -> None:
         """Begin the decided steps, and report changes."""
-        if not self._begun:
-            # Engines of an earlier supervisor are not yet known.
+        if not self._begun or self._ended.is_set():
+            # Engines of an earlier supervisor are not yet known; or all are being ended.
             return
         for action in self.service.decide(time.monotonic()):
             self._begin(action)
@@ -348,6 +366,9 @@ class Supervisor:
         if not self._was_ready and self.service.failures >= MAX_FIRST_FAILURES:
             log.error("service=%s no engine can be started: %s", self.spec.name, self.service.error)
             self._status = EXIT_FAILURE
+            # The manager forgets our status as soon as it starts the next supervisor.
+            with contextlib.suppress(OSError):
+                self._error_file.write_text(self.summary(), encoding="utf-8")
             self._ended.set()
         self._keep_quiet(self._notify_waiters())
 
@@ -437,15 +458,25 @@ class Supervisor:
     async def _fork(self, job: Job, plan: StartPlan, control_fd: int) -> int | None:
         if self._nursery is None:
             self._nursery = Nursery(plan.python, self._options.module, plan.environment)
-        refusal = await self._nursery.refusal()
-        if self.service.stopping:
-            raise EngineError("the service is stopping")
+        nursery = self._nursery
+        refusal = await nursery.refusal()
+        self._check_in_use(nursery)
         if not refusal:
-            return await self._nursery.fork(job, self._public.fileno(), control_fd)
+            pid = await nursery.fork(job, self._public.fileno(), control_fd)
+            if pid is None:
+                self._check_in_use(nursery)
+            return pid
         if not self._nursery_told:
             self._nursery_told = True
             log.info("service=%s engines are executed, not forked: %s", self.spec.name, refusal)
         return None
+
+    def _check_in_use(self, nursery: Nursery) -> None:
+        """Raises EngineError if what its engines were for was given up while they were waited for."""
+        if self.service.stopping:
+            raise EngineError("the service is stopping")
+        if nursery is not self._nursery:
+            raise EngineError("engines of another version are wanted by now")
 
     def _drop_nursery(self) -> None:
         """A new version may come with another vLLM: import again."""
@@ -462,22 +493,30 @@ class Supervisor:
             lambda reason: self._end_failed(number, reason),
         )
 
+    def _is_up(self, number: int) -> bool:
+        """Whether an engine is there and not ending: its answer may come just before its end."""
+        engine = self.service.engines.get(number)
+        return engine is not None and engine.phase is not Phase.ENDING
+
     async def _until_ready(self, number: int) -> None:
-        engine = self._running[number]
+        engine = self._running.get(number)
+        if engine is None:
+            return
         try:
             facts = await engine.ask("ready", timeout_s=START_TIMEOUT_S)
         except EngineError as e:
-            # If its first process has ended, that is the better reason.
+            # Its own words, if it has some, are the better reason, and then that it has ended. It says
+            # them first; the kernel reports its end last.
             await asyncio.sleep(0.1)
-            self._end_failed(number, str(e))
+            self._end_failed(number, engine.last_words() or str(e))
             return
-        if number not in self.service.engines:
+        if not self._is_up(number):
             return
         plan = self._plans[self.service.engines[number].version]
         if not await self._swaps.catch_up(number, plan, drain_s=self.spec.drain_s):
             self._end_behind(number)
             return
-        if number not in self.service.engines:
+        if not self._is_up(number):
             return
         engine.record.facts = facts
         engine.watch()
@@ -571,7 +610,7 @@ class Supervisor:
 
     def _end_failed(self, number: int, reason: str) -> None:
         engine = self.service.engines.get(number)
-        if engine is None or engine.phase is Phase.ENDING:
+        if engine is None or engine.phase is Phase.ENDING or self._ended.is_set():
             return
         log.error("engine=%d %s: %s", number, engine.phase.value, reason)
         if engine.phase is Phase.SERVING and self._died_s is None:
@@ -662,6 +701,7 @@ class Supervisor:
     def _tell(self) -> None:
         if not self._was_ready and self.service.serving is not None:
             self._was_ready = True
+            self._error_file.unlink(missing_ok=True)
             self._manager.tell("READY=1")
         self._manager.status(self.summary())
 
@@ -771,7 +811,7 @@ class Supervisor:
 
     def _end_behind(self, number: int) -> None:
         """End an engine with old weights; another is started in its place."""
-        if (engine := self.service.engines.get(number)) and engine.phase is not Phase.ENDING:
+        if self._is_up(number):
             log.info("engine=%d cannot take the newest weights, another is started", number)
             self._begin(Action("end", number))
             self._step()

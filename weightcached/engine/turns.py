@@ -27,7 +27,8 @@ from weightcached.system.paths import is_host_device
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.005
-_STATUS_TIMEOUT_S = 2.0
+# One that does not answer counts as asleep: a supervisor that is only slow must not.
+_STATUS_TIMEOUT_S = 30.0
 # vLLM's own default (0.33).
 _UTILIZATION = 0.92
 # Two at 0.5 fit; a rounding error is no reason to take turns.
@@ -63,7 +64,13 @@ class DeviceTurns:
         self, spec: EngineSpec, model: ModelSpec, manifest: Manifest, sockets: Path
     ) -> None:
         self.share = share_of(spec, model)
-        self._locks = [sockets / f"{device}.turn" for device in sorted(model.devices)]
+        # Who names no device shares each of them with everybody.
+        everybody = fcntl.LOCK_EX if ALL in model.devices else fcntl.LOCK_SH
+        self._locks = [(sockets / f"{ALL}.turn", everybody)] + [
+            (sockets / f"{device}.turn", fcntl.LOCK_EX)
+            for device in sorted(model.devices)
+            if device != ALL
+        ]
         self._peers = {
             other.name: sockets / "engines" / other.name / "service.sock"
             for other in manifest.engines
@@ -79,12 +86,12 @@ class DeviceTurns:
     async def held(self) -> AsyncIterator[None]:
         """The turn, during the block: no other service measures, wakes or sleeps on these devices."""
         with contextlib.ExitStack() as stack:
-            for path in [] if self.alone else self._locks:
+            for path, how in [] if self.alone else self._locks:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 stack.callback(os.close, fd)
                 while True:
                     try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        fcntl.flock(fd, how | fcntl.LOCK_NB)
                         break
                     except BlockingIOError:
                         await asyncio.sleep(_RETRY_S)
@@ -121,7 +128,8 @@ async def _neighbour(name: str, path: Path) -> Neighbour | None:
     """A service that is awake; None if it sleeps or does not run."""
     try:
         status = await _ask(path, "status", timeout_s=_STATUS_TIMEOUT_S)
-    except EngineError:
+    except EngineError as e:
+        log.info("taken for asleep service=%s: %s", name, e)
         return None
     return Neighbour(name, path, status["share"], status["used"]) if status["awake"] else None
 

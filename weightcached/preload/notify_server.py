@@ -12,13 +12,13 @@ import logging
 import socket
 from pathlib import Path
 
-from weightcached.errors import RuntimePathError
+from weightcached.errors import ProtocolError, RuntimePathError
 from weightcached.system.fds import OwnedFd, close_all
 from weightcached.system.notify import fields_of
+from weightcached.wire.framing import recv_unread
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 64 * 1024
 _MAX_FDS = 16
 
 
@@ -51,10 +51,15 @@ class NotifyServer:
         """Take every message that has come so far."""
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, _MESSAGE_BYTES, _MAX_FDS)
+                # Not socket.recv_fds(): the other daemons would inherit what it receives, and keep
+                # memory that this one has freed.
+                packet = recv_unread(self._sock, max_fds=_MAX_FDS)
             except BlockingIOError:
                 return
-            self._take(data.decode(errors="replace"), [OwnedFd(fd) for fd in fds])
+            except (EOFError, ProtocolError) as e:
+                log.warning("message of a daemon passed over: %s", e)
+                continue
+            self._take(packet.data.decode(errors="replace"), packet.fds)
 
     def _take(self, state: str, fds: list[OwnedFd]) -> None:
         fields = fields_of(state)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -55,8 +55,10 @@ def restore(job: LoaderJob, daemon: DaemonChannel, path: Path) -> None:
         daemon.hand_over(index, fds)
     finally:
         close_all(fds)
-    # The time of last use, by which the oldest are removed.
-    os.utime(path / "data")
+    # The time of last use, by which the oldest are removed: this one may be gone by now, or on a file
+    # system that is read-only.
+    with suppress(OSError):
+        os.utime(path / "data")
 
 
 def read_segments(snapshot: Snapshot, backend: Backend, daemon: DaemonChannel) -> list[OwnedFd]:

@@ -63,16 +63,14 @@ def _sendmsg(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:
     sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 
-def recv_packet(
-    sock: socket.socket, *, max_fds: int, max_large_bytes: int = MAX_LARGE_BYTES
-) -> Packet:
+def recv_packet(sock: socket.socket, *, max_fds: int) -> Packet:
     """Receive one packet with at most `max_fds` descriptors, or a message of at most
-    `max_large_bytes` in a memfd.
+    MAX_LARGE_BYTES in a memfd.
 
     Raises as recv_unread() and read_large() do.
     """
     packet = recv_unread(sock, max_fds=max_fds)
-    return read_large(packet, max_nbytes=max_large_bytes) if is_large(packet) else packet
+    return read_large(packet, max_nbytes=MAX_LARGE_BYTES) if is_large(packet) else packet
 
 
 def is_large(packet: Packet) -> bool:
