@@ -34,6 +34,8 @@ FAULTS = {
 }
 WHILE_BINDING = ("unsupported-quantization", "unforeseen-while-binding")
 OPTIONS = {"fallback_load_format": "user_disk", "state_timeout_s": 0.3}
+# Without a daemon an engine that may not fall back waits for one.
+OPTIONS_OF = {"absent-daemon": {"connect_timeout_s": 0.3}}
 
 
 class Ranks:
@@ -58,7 +60,8 @@ class Ranks:
         """One case a rank; the answers in order."""
         for process, case in zip(self.processes, cases, strict=True):
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"case": case, "options": OPTIONS | options}) + "\n")
+            question = {"case": case, "options": OPTIONS | OPTIONS_OF.get(case, {}) | options}
+            process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
         return [self._answer(rank) for rank in (0, 1)]
 
