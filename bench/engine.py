@@ -835,11 +835,12 @@ class Bench:
 _PHASES = {
     "weights": r"[Mm]odel loading took .*? ([0-9.]+) seconds",
     "dynamo": r"Dynamo bytecode transform time: ([0-9.]+) s",
-    "compiled code": r"(?:Directly load|Compiling).*? took ([0-9.]+) s",
-    "torch.compile": r"torch\.compile (?:and initial profiling run )?took ([0-9.]+) s",
+    # From the cache, or made.
+    "compiled code": r"(?:Directly load|Compiling) .*? (?:took|takes) ([0-9.]+) s",
+    "torch.compile": r"torch\.compile (?:and initial profiling\S* run together )?took ([0-9.]+) s",
+    "profiling run": r"[Ii]nitial profiling\S* run took ([0-9.]+) s",
     "graphs": r"Graph capturing finished in ([0-9.]+) secs",
     "init engine": r"init engine .*? took ([0-9.]+) s",
-    "cudagraph estimate": r"[Cc]udagraph memory profiling took ([0-9.]+)",
 }
 
 

@@ -226,8 +226,9 @@ def _is_destructive(data: bytes) -> bool:
 class Peer:
     """Sends inputs, and requires an answer to each within the deadline."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, deadline_s: float = ANSWER_DEADLINE_S) -> None:
         self._path = path
+        self._deadline_s = deadline_s
         self._sock: socket.socket | None = None
         self._left = 0
         self.kinds: Counter[str] = Counter()
@@ -256,7 +257,7 @@ class Peer:
     def _connect(self, *, hello: bool) -> None:
         self.close()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock.settimeout(ANSWER_DEADLINE_S)
+        self._sock.settimeout(self._deadline_s)
         self._sock.connect(str(self._path))
         self._left = INPUTS_PER_CONNECTION
         if hello:
@@ -319,7 +320,8 @@ def probe(path: Path, checkpoint: Path, stop: Event, result: Any) -> None:
     attach: list[float] = []
     fault = ""
     try:
-        while not stop.wait(PROBE_PERIOD_S):
+        # Once at least, however late a busy machine begins.
+        while not (attach and stop.wait(PROBE_PERIOD_S)):
             stolen_before_s = stolen_s()
             began_s = time.monotonic()
             with Client.welcome(path, "ctl") as client:

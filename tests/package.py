@@ -92,5 +92,5 @@ def _install(directory: Path, wheel: Path) -> Path:
     uv = str(Path(sys.executable).with_name("uv"))
     command = [uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--no-cache"]
     into = ["--python", str(directory / "bin/python"), str(wheel)]
-    subprocess.run([*command, *into], check=True, timeout=120)
+    subprocess.run([*command, *into], check=True, timeout=240)
     return directory / "bin"

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import ANSWER_TIMEOUT_S, Service
-from tests.fakes.daemon import until
-from tests.fakes.service import free_port
+from tests.fakes.daemon import free_port, until
 
 UNIT = "weightcached-engine@chat.service"
 KEY = "secret"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
+from tests.fakes.daemon import free_port
 
 # The fault of one rank, from the first step to the last, and the code of its reason.
 FAULTS = {
@@ -41,9 +41,7 @@ class Ranks:
     """Both ranks' processes."""
 
     def __init__(self, model: Path, base: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         self._logs = [base / f"log-{rank}" for rank in (0, 1)]
         self.processes = []
         for rank, path in enumerate(self._logs):

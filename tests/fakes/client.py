@@ -31,7 +31,8 @@ from weightcached.wire.messages import (
     encode,
 )
 
-ANSWER_TIMEOUT_S = 20.0
+# Nothing is held to it: a machine may be busy.
+ANSWER_TIMEOUT_S = 120.0
 _R = TypeVar("_R", bound=Message)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
+import re
 import resource
 import select
 import shlex
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +30,8 @@ from weightcached.wire.messages import StatusReply
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADER = f"{shlex.quote(sys.executable)} -m tests.fakes.loader_child"
-BOUND_S = 30.0
+# For what must happen, and takes as long as the machine is busy. Nothing is held to this time.
+BOUND_S = 120.0
 # The tree first; what else is there may hold the packages that this interpreter has.
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -52,12 +56,27 @@ def model(name: str, checkpoint: Path, device: str = "cpu0", **engine: Any) -> d
     return {"name": name, "devices": [device], "engine": {"model": str(checkpoint), **engine}}
 
 
-def until(condition: Callable[[], bool], what: str, *, bound_s: float = BOUND_S) -> None:
+def until(
+    condition: Callable[[], bool], what: str | Callable[[], str], *, bound_s: float = BOUND_S
+) -> None:
     """Wait for a condition that has no event of its own, within a bound."""
     deadline_s = time.monotonic() + bound_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {bound_s} s: {what}"
+        if time.monotonic() > deadline_s:
+            raise AssertionError(
+                f"not within {bound_s} s: {what if isinstance(what, str) else what()}"
+            )
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """A port that nobody has, and that nobody is given: those of bind(0) and connect() are above."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(1024 + (first_given - 1024) // 2, first_given)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 def remove_tree(directory: Path) -> None:
@@ -132,15 +151,20 @@ class ManagerSocket:
                 assert time.monotonic() < deadline_s, f"not within {BOUND_S} s: {word}"
                 self._news.wait(0.2)
 
+    def end(self) -> dict[str, int]:
+        """Take all that was sent, also by a process that is dead; returns what is stored then."""
+        if self._thread.is_alive():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ender:
+                ender.settimeout(BOUND_S)
+                ender.sendto(b"end", self._sock.getsockname())
+            self._thread.join()
+            self._sock.close()
+        stored, self.stored = self.stored, {}
+        return stored
+
     def close(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ender:
-            ender.settimeout(BOUND_S)
-            ender.sendto(b"end", self._sock.getsockname())
-        self._thread.join()
-        self._sock.close()
-        for fd in self.stored.values():
+        for fd in self.end().values():
             os.close(fd)
-        self.stored.clear()
         assert not self._faults, self._faults
 
 
@@ -177,7 +201,7 @@ class DaemonProcess:
         stored: dict[str, int] = {}
         if self.manager is not None:
             if keep_store:
-                stored, self.manager.stored = self.manager.stored, {}
+                stored = self.manager.end()
             self.manager.close()
         self.manager = ManagerSocket(
             f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}", stored
@@ -268,6 +292,9 @@ class DaemonProcess:
         if number == signal.SIGKILL:
             self._orphans += [opened for pid in tree_of(self.pid) if (opened := open_process(pid))]
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            # It runs on for a moment.
+            until(lambda: state_of(self.pid) in "tTZX", "it is stopped")
 
     def wait(self) -> int:
         """Wait for the process's own end. Returns its exit status."""
@@ -279,14 +306,38 @@ class DaemonProcess:
             self.signal(signal.SIGTERM)
         return self.wait()
 
-    def descriptors(self) -> list[str]:
-        """The targets of the daemon's open descriptors."""
+    def descriptors(self, *, first: int = 0) -> list[str]:
+        """The targets of the daemon's open descriptors, from this number on."""
         found = []
         for fd in Path(f"/proc/{self.pid}/fd").iterdir():
             # One that has just been closed is not counted.
             with contextlib.suppress(FileNotFoundError):
-                found.append(os.readlink(fd))
+                if int(fd.name) >= first:
+                    found.append(os.readlink(fd))
         return found
+
+    def settled(self) -> Counter[str]:
+        """The kinds of its descriptors, once it has no peer, its own handshake included, and no child.
+
+        It has a pidfd of each, and reads the last lines of a child a little longer than that.
+        """
+        kinds: Counter[str] = Counter()
+
+        def alone() -> bool:
+            # Those that it was started with may be pipes.
+            targets = self.descriptors(first=3)
+            kinds.clear()
+            kinds.update(re.sub("[0-9]+", "", target) for target in targets)
+            return not any("pidfd" in target or "pipe" in target for target in targets)
+
+        until(alone, "no connection and no child is left")
+        return kinds
+
+    def holds_no_more_than(self, before: Counter[str]) -> None:
+        """Wait until it has no descriptor beside those of settled() before. One of a peer that left
+        may have been among them.
+        """
+        until(lambda: not self.settled() - before, f"nothing is open but {before}")
 
     def close(self) -> None:
         """End the daemon and all that it has started: the test's directory goes next."""
@@ -331,6 +382,11 @@ def state_of(pid: int) -> str:
     return min(letters, key="RSDIPWtTZX".index)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether at most its exit status is left: an orphan may have nobody who waits for it."""
+    return state_of(pid) in "ZX"
+
+
 def open_process(pid: int) -> OwnedFd | None:
     try:
         return OwnedFd(os.pidfd_open(pid))
@@ -363,7 +419,10 @@ def end_tree(process: subprocess.Popen[Any]) -> None:
 
 
 def loaders_of(pid: int) -> list[int]:
-    """The daemon's children, but for the one that makes digests."""
+    """The daemon's children, but for the one that makes digests.
+
+    That one looks like a loader, for a moment after its fork: wait for what you expect.
+    """
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children if not makes_digests(int(child))]
 

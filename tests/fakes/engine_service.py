@@ -2,6 +2,7 @@
 
 Arguments that it knows, all optional:
     x_fail      fail to start with this message
+    x_fail_late the same, but its process ends long after its connections
     x_fail_file fail with what this file says, while it is there
     x_no_fork   fail to start where it was forked
     x_wake_fails a file with a number: so many wakes fail
@@ -10,8 +11,8 @@ Arguments that it knows, all optional:
     x_swaps     a file with the answers to swaps, JSON by number of the engine: outcome, reason, code; and "newest",
                 the weights that an engine has afterwards if it swaps
 
-GET / answers {"engine": N, "pid": …, "core": …, "arguments": …}; GET /slow?S answers after S
-seconds.
+GET / answers {"engine": N, "pid": …, "core": …, "arguments": …, "at": …}, the last one by the clock of all
+processes; GET /until?PATH does so once PATH is there.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
 from weightcached.errors import EngineError
-from weightcached.wire.engine_job import Activity, Job
+from weightcached.wire.engine_job import Activity, Job, say_error
 
-_KEEP_ALIVE_S = 1.0
+# Longer than a client that asks all the time ever rests: its next request would be cut off.
+_KEEP_ALIVE_S = 300.0
 
 
 def prepare() -> str:
@@ -152,11 +155,11 @@ class FakeEngine:
         self._requests += 1
         self._active += 1
         try:
-            if path == "/slow":
-                await asyncio.sleep(float(query))
+            while path == "/until" and not Path(query).exists():
+                await asyncio.sleep(0.01)
             body = {
                 "engine": self.job.number, "pid": os.getpid(), "core": self.core, "asleep": self.asleep,
-                "arguments": self.job.arguments, "weights": self.weights,
+                "arguments": self.job.arguments, "weights": self.weights, "at": time.monotonic(),
             }  # fmt: skip
             text = json.dumps(body).encode()
             close = "close" if self._closing else "keep-alive"
@@ -188,6 +191,11 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
             file.write(f"{job.number}\n")
     if arguments.get("x_fail"):
         raise RuntimeError(arguments["x_fail"])
+    if arguments.get("x_fail_late"):
+        say_error(job.error_file, RuntimeError(arguments["x_fail_late"]))
+        # Its listening socket is among them.
+        os.closerange(3, 1024)
+        time.sleep(1000)
     if arguments.get("x_no_fork") and "weightcached.engine.nursery" in (
         sys.modules["__main__"].__doc__ or ""
     ):

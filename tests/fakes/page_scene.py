@@ -18,9 +18,10 @@ import msgspec
 import pytest
 import yaml
 
+from tests.fakes.daemon import BOUND_S
 from tests.fakes.stub_daemon import StubDaemon, cache, status
 from weightcached.engine.control import listen
-from weightcached.exporter import page
+from weightcached.exporter import health, page
 from weightcached.exporter.health import Node
 from weightcached.exporter.history import Fault
 from weightcached.exporter.server import Server
@@ -171,6 +172,8 @@ class Scene:
         """The stand-ins answer, within this block."""
         with contextlib.ExitStack() as stack:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
+            # All answer, in their own time.
+            patch.setattr(health, "ANSWER_TIMEOUT_S", BOUND_S)
             patch.setattr(page, "list_gpus", lambda: GPUS)
             patch.setattr(page, "machine_memory", lambda: (401 * GIB, 503 * GIB))
             patch.setattr(socket, "gethostname", lambda: "gpu-node-1")

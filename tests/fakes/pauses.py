@@ -7,15 +7,14 @@ which wraps the functions where a phase begins; the product has no hook for this
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "WEIGHTCACHED_TEST_PAUSES"
-_BOUND_S = 30.0
 
 
 class Pauses:
@@ -34,14 +33,16 @@ class Pauses:
 
     def let_go(self, phase: str, ended: Callable[[], bool]) -> None:
         """Let the process that waits in the phase go on; there is none if it has `ended`."""
-        deadline_s = time.monotonic() + _BOUND_S
-        while not ended():
-            try:
+        # Here: a daemon that is made to wait does not need it.
+        from tests.fakes.daemon import until
+
+        def opened() -> bool:
+            with contextlib.suppress(OSError):
                 os.close(os.open(self.directory / phase, os.O_WRONLY | os.O_NONBLOCK))
-                break
-            except OSError:
-                assert time.monotonic() < deadline_s, f"nobody waits in {phase}"
-                time.sleep(0.01)
+                return True
+            return ended()
+
+        until(opened, f"somebody waits in {phase}")
         (self.directory / phase).unlink()
 
 

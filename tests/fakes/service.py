@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from tests.fakes.daemon import (
     BOUND_S,
     ROOT,
@@ -26,19 +23,16 @@ from tests.fakes.daemon import (
     end_processes,
     end_tree,
     environment,
+    free_port,
     open_process,
+    state_of,
     until,
+    write_manifest,
 )
 from weightcached.errors import EngineError
 from weightcached.wire.services import ask_service
 
 MODULE = "tests.fakes.engine_service"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class ServiceProcess:
@@ -74,15 +68,14 @@ class ServiceProcess:
     def write_manifest(self, **changed: Any) -> None:
         self.entry |= changed
         engines = [self.entry, *(other.entry for other in self.others)]
-        document = {"version": 1, "models": [self.model], "engines": engines}
-        self.manifest.write_text(yaml.safe_dump(document))
+        write_manifest(self.manifest, [self.model], engines=engines)
 
     def launch(self, *, keep_store: bool = True) -> Self:
         """Start the supervisor, do not wait. It gets the manager's descriptors, as at a restart."""
         stored: dict[str, int] = {}
         if self.manager is not None:
             if keep_store:
-                stored, self.manager.stored = self.manager.stored, {}
+                stored = self.manager.end()
             self.manager.close()
         address = f"@weightcached-test-{os.getpid()}-{time.monotonic_ns()}"
         self.manager = ManagerSocket(address, dict(stored))
@@ -154,7 +147,10 @@ class ServiceProcess:
 
     @contextlib.contextmanager
     def fence_held(self) -> Iterator[None]:
-        """The fence in other hands, for the time of the block; waits until it is free."""
+        """The fence in other hands, for the time of the block; waits until it is free.
+
+        Nobody else may be about to take it.
+        """
         with open(self.home / "fence", "rb") as fence:
             until(lambda: _locked(fence.fileno()), "the fence is free")
             yield
@@ -167,6 +163,24 @@ class ServiceProcess:
         assert self.process
         self.process.kill()
         self.process.wait(BOUND_S)
+
+    @contextlib.contextmanager
+    def supervisor_stopped(self) -> Iterator[None]:
+        """What happens in the block is seen by the supervisor after it, all at once."""
+        assert self.process
+        self.process.send_signal(signal.SIGSTOP)
+        pid = self.process.pid
+        until(lambda: state_of(pid) in "tTZX", "the supervisor is stopped")
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def begin_stop(self) -> None:
+        """Have it end, and wait until it has begun to."""
+        assert self.process
+        self.process.send_signal(signal.SIGTERM)
+        self.until(lambda s: s["state"] == "stopping", "it stops")
 
     def stop(self) -> int:
         assert self.process
@@ -204,7 +218,8 @@ def _locked(fd: int) -> bool:
 
 class ClientLoop:
     """Clients that ask all the time, each on one connection as long as it lasts. `answers` are
-    (time, engine); `refused` counts connections that nobody took, `failed` requests cut off.
+    (time of the answer, engine), as the engine gives them; `refused` counts connections that nobody
+    took, `failed` requests cut off.
     """
 
     def __init__(self, service: ServiceProcess, count: int = 4, path: str = "/") -> None:
@@ -239,7 +254,7 @@ class ClientLoop:
                 connection.close()
                 connection = None
                 continue
-            self.answers.append((time.monotonic(), answer["engine"]))
+            self.answers.append((answer["at"], answer["engine"]))
             if response.will_close:
                 connection.close()
                 connection = None

@@ -130,7 +130,10 @@ def test_failed_carries_the_loaders_error(
 ) -> None:
     other = write_checkpoint(short_tmp / "other", seed=2)
     faulty = model("faulty", other, x_fault="exception-in-packing", dtype="float16")
-    daemon = make_daemon([model("tiny", checkpoint), faulty]).start()
+    daemon = make_daemon([model("tiny", checkpoint), faulty])
+    # An attempt after a second would say Loading.
+    daemon.options = ["--no-retry"]
+    daemon.start()
     with daemon.client() as engine:
         failed = engine.expect(Attach(key=key(other, dtype="float16")), Failed)
     assert failed == Failed(

@@ -18,7 +18,7 @@ import torch
 
 from tests import limits
 from tests.fakes.checkpoints import key_of, write_checkpoint
-from tests.fakes.daemon import DaemonProcess, model
+from tests.fakes.daemon import BOUND_S, DaemonProcess, model
 from tests.fakes.large_loader import SMALL_NBYTES
 from weightcache_loader import client
 from weightcached.cli.verify_cache import wrong_storages
@@ -30,7 +30,6 @@ TENSORS = 450
 ATTACH_LIMIT_S = 0.050
 DAEMON_LIMIT_BYTES = 64 * MIB
 ENGINES = 32
-BOUND_S = 60.0
 LOADER = f"{shlex.quote(sys.executable)} -m tests.fakes.large_loader"
 
 

@@ -19,7 +19,7 @@ from bench import fuzz
 from tests import limits
 from tests.fakes.checkpoints import key_of, write_checkpoint
 from tests.fakes.client import Client
-from tests.fakes.daemon import DaemonProcess, model, until
+from tests.fakes.daemon import BOUND_S, DaemonProcess, model
 from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
 from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import sealed_memfd
@@ -131,7 +131,8 @@ class Target:
         self.daemon = DaemonProcess(directory, [model("tiny", self.checkpoint)])
         self.daemon.options = ["--log-level", "error"]
         self.daemon.start()
-        self.peer = fuzz.Peer(self.daemon.socket)
+        # limits.hold() has the deadline.
+        self.peer = fuzz.Peer(self.daemon.socket, deadline_s=BOUND_S)
 
     def put(self, data: bytes, *, first: bool) -> None:
         if data and len(data) < 65_000 and not fuzz._is_destructive(data):
@@ -152,10 +153,7 @@ class Target:
             attach.append(time.monotonic() - began_s)
         limits.hold("status afterwards, median", statistics.median(status), STATUS_LIMIT_S)
         limits.hold("attach afterwards, third longest", sorted(attach)[-3], ATTACH_LIMIT_S)
-        until(
-            lambda: not any("pidfd" in target for target in self.daemon.descriptors()),
-            "no connection is left",
-        )
+        self.daemon.settled()
 
 
 @pytest.fixture(scope="module")
@@ -203,12 +201,12 @@ def test_ill_typed_messages_are_answered(target: Target) -> None:
 def test_mutated_messages_with_and_without_descriptors_are_answered(target: Target) -> None:
     key = key_of({"model": str(target.checkpoint)})
     inputs = fuzz.Inputs(seed=7, key=key)
-    before = len(target.daemon.descriptors())
+    before = target.daemon.settled()
     for _ in range(5000):
         data, fds = inputs.descriptors(inputs.next())
         target.peer.put(data, fds, first=inputs.random.random() < 0.1)
     target.is_unharmed()
-    assert len(target.daemon.descriptors()) <= before
+    target.daemon.holds_no_more_than(before)
     limits.hold("the slowest answer", target.peer.slowest_s, fuzz.ANSWER_DEADLINE_S)
 
 

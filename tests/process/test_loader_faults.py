@@ -16,6 +16,7 @@ from tests.fakes.checkpoints import key_of, write_checkpoint
 from tests.fakes.daemon import (
     LOADER,
     DaemonProcess,
+    has_ended,
     loaders_of,
     model,
     until,
@@ -31,7 +32,7 @@ PROTOCOL = (
     "Check that {python} has the daemon's version of weightcached"
 )
 # Longer than a loader needs to start on a busy machine.
-STALL_TIMEOUT_S = 4
+STALL_TIMEOUT_S = 15
 # Fault of the loader child, and the daemon's error.
 FAULTS: dict[str, str] = {
     "sigkill-in-packing": "loader of {cache} died of SIGKILL; if the kernel ran out of memory, "
@@ -124,7 +125,6 @@ def test_fault_at_reload_keeps_what_is_served(
     make_daemon: Launcher, checkpoint: Path, fault: str
 ) -> None:
     daemon = launcher(make_daemon, [model("tiny", checkpoint)], fault=fault).start()
-    before = sorted(daemon.descriptors())
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_fault=fault)])
     reply = reload(daemon)
     assert isinstance(reply, ReloadReply)
@@ -136,10 +136,8 @@ def test_fault_at_reload_keeps_what_is_served(
     with daemon.client() as engine:
         engine.attach(key_of({"model": str(checkpoint)})).close()
     # Neither a descriptor nor a process of the failed load is left.
-    daemon.until(
-        lambda _: memfds(daemon.descriptors()) == memfds(before), "its descriptors are closed"
-    )
-    assert loaders_of(daemon.pid) == []
+    until(lambda: memfds(daemon.descriptors()) == 3, "only the served index and segments are open")
+    until(lambda: loaders_of(daemon.pid) == [], "no loader is left")
     write_manifest(daemon.manifest, [model("tiny", checkpoint, x_segments=3)])
     reload(daemon)
     (cache,) = daemon.status().caches
@@ -173,7 +171,7 @@ def test_generation_is_served_whatever_becomes_of_tuning(
         engine.attach(key_of({"model": str(checkpoint)})).close()
     (cache,) = daemon.status().caches
     assert (cache.state, cache.error) == ("ready", "")
-    assert loaders_of(daemon.pid) == []
+    until(lambda: loaders_of(daemon.pid) == [], "no loader is left")
 
 
 def test_cache_is_ready_once_tuning_is_over(
@@ -282,9 +280,7 @@ def test_grandchild_that_holds_all_pipes_does_not_keep_the_daemon_waiting(
         stray = int(pid.read_text())
         if start.startswith("setsid"):
             os.kill(stray, signal.SIGKILL)
-    until(
-        lambda: not os.path.exists(f"/proc/{stray}") or _is_zombie(stray), "the grandchild is gone"
-    )
+    until(lambda: has_ended(stray), "the grandchild is gone")
 
 
 def test_compilers_that_a_loader_started_end_with_it(
@@ -305,12 +301,7 @@ def test_compilers_that_a_loader_started_end_with_it(
     assert daemon.wait() == 1
     assert "error=loader of tiny/target ended with status 4: gone\n" in daemon.log
     stray = int(pid.read_text())
-    until(lambda: not os.path.exists(f"/proc/{stray}") or _is_zombie(stray), "the compiler is gone")
-
-
-def _is_zombie(pid: int) -> bool:
-    # Orphans here may have nobody who waits for them.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    until(lambda: has_ended(stray), "the compiler is gone")
 
 
 # ---- reload
@@ -336,8 +327,9 @@ def test_reload_loads_what_changed_and_keeps_what_did_not(
         "b/target",
         "c/target",
     ]
-    # Index and two segments of a and c each; b's are freed.
-    assert memfds(daemon.descriptors()) == 6
+    # Index and two segments of a and c each; b's are freed. The input of a child that makes a digest
+    # is there for a moment, too.
+    until(lambda: memfds(daemon.descriptors()) == 6, "a's and c's are open")
     assert daemon.manager
     assert len(daemon.manager.stored) == 6
 

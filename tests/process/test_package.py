@@ -29,7 +29,7 @@ def run(
         "XDG_RUNTIME_DIR": str(home / "run"),
     }
     done = subprocess.run(
-        command, env=env, cwd=home, capture_output=True, text=True, timeout=60, check=False
+        command, env=env, cwd=home, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -39,7 +39,7 @@ def run(
 def test_make_lint_builds_the_package_and_checks_it() -> None:
     dry = subprocess.run(
         ["make", "-n", "lint", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True,
-        text=True, check=True, timeout=60,
+        text=True, check=True, timeout=240,
     )  # fmt: skip
     assert "-m build --quiet --no-isolation" in dry.stdout
     assert "-m twine check --strict" in dry.stdout

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes import pauses
 from tests.fakes.checkpoints import key_of
-from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
+from tests.fakes.daemon import DaemonProcess, has_ended, model, until, write_manifest
 from tests.fakes.pauses import Pauses
 from tests.process.conftest import Engine
 from weightcached.wire.messages import Release, Reload, StatusReply
@@ -93,11 +93,11 @@ class Stage:
 
     def no_loader_is_left(self) -> None:
         pids = (
-            [line.split()[-1] for line in self.spawns.read_text().splitlines()]
+            [int(line.split()[-1]) for line in self.spawns.read_text().splitlines()]
             if self.spawns.exists()
             else []
         )
-        until(lambda: not any(_runs(pid) for pid in pids), "no loader is left")
+        until(lambda: all(has_ended(pid) for pid in pids), "no loader is left")
 
     def start_again(self) -> None:
         """As systemd after a crash and in a restart: pass the stored descriptors on."""
@@ -131,13 +131,6 @@ def fd_content(fd: int) -> bytes:
     with open(fd, "rb", closefd=False, buffering=0) as f:
         f.seek(0)
         return f.readall()
-
-
-def _runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from tests.fakes.daemon import (
     end_tree,
     environment,
     makes_digests,
+    state_of,
     until,
 )
 from weightcached.errors import WeightcachedError
@@ -167,7 +168,7 @@ def test_one_daemon_for_each_rank_and_one_ready_line_when_all_serve(
         )
         with Client.welcome(preload.runtime / f"cpu{rank}.sock") as engine:
             engine.attach(key).close()
-    assert len(preload.children()) == 2
+    until(lambda: len(preload.children()) == 2, "two daemons, and no loader")
     assert preload.stop() == 0
     assert preload.process.stdout
     assert preload.process.stdout.read() == ""
@@ -331,10 +332,13 @@ def test_rank_that_cannot_come_back_ends_the_command_with_its_status(
 ) -> None:
     preload = launch("--model", str(checkpoint), "--tensor-parallel-size", "2").start()
     with open(preload.runtime / "cpu0.lock", "rb") as lock:
+        # Stopped, so that it does not start the daemon again before we have the lock.
+        preload.process.send_signal(signal.SIGSTOP)
+        until(lambda: state_of(preload.process.pid) in "tT", "it is stopped")
         os.kill(preload.pid("cpu0"), signal.SIGKILL)
-        # Granted when the daemon is dead, and before it is started again.
         fcntl.flock(lock, fcntl.LOCK_EX)
         children = preload.children()
+        preload.process.send_signal(signal.SIGCONT)
         assert preload.wait() == 75
     gone(children)
 
@@ -356,7 +360,7 @@ def test_signal_in_start_up_stops_all(launch: Launcher, checkpoint: Path, gate: 
     preload = launch("--model", str(checkpoint), "--x-gate", str(gate))
     preload.loads()
     children = preload.children()
-    assert len(children) == 2, "the daemon and its loader"
+    assert len(children) == 2, "the daemon and its loader: there is nothing to digest yet"
     assert preload.stop() == 0
     gone(children)
 

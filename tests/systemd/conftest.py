@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.client import Client
-from tests.fakes.daemon import LOADER, ROOT, model, write_manifest
+from tests.fakes.daemon import LOADER, ROOT, model, until, write_manifest
 from tests.systemd.manager import PrivateManager
 from weightcached.wire.messages import CacheStatus
 
@@ -39,6 +39,11 @@ def product_unit(start: str, reload: str) -> str:
         assert text.count(f"={old}\n") == 1
         text = text.replace(f"={old}\n", f"={new}\n")
     return text
+
+
+def holds(manager: PrivateManager, memfds: int) -> None:
+    """Wait until the manager holds so many: it frees those of a unit soon after its end."""
+    until(lambda: manager.memfds() == memfds, lambda: f"{memfds} instead of {manager.memfds()}")
 
 
 class Unit:
@@ -94,6 +99,19 @@ class Unit:
             (cache,) = client.status().caches
         return cache
 
+    def answers(self) -> bool:
+        """Whether it listens."""
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            self.client().close()
+            return True
+        return False
+
+    def says(self, text: str) -> None:
+        """Wait until its line in `systemctl status` has this."""
+        until(
+            lambda: text in self.show("StatusText"), lambda: f"{text!r}: {self.show('StatusText')}"
+        )
+
     def loads(self) -> int:
         """How often a loader was started."""
         return len(self.spawns.read_text().splitlines()) if self.spawns.exists() else 0
@@ -120,3 +138,4 @@ def unit(manager: PrivateManager, tmp_path: Path) -> Iterator[Unit]:
         manager.systemctl("kill", "--signal=SIGCONT", unit.name, check=False)
     manager.systemctl("stop", unit.name, check=False)
     manager.systemctl("reset-failed", unit.name, check=False)
+    holds(manager, 0)

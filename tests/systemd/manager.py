@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import IO, Self
 
 SYSTEMD = "/lib/systemd/systemd"
-START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 20.0
+# Nothing is held to these: a machine may be busy.
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 120.0
+# For a unit's WatchdogSec=: longer than a daemon that does not hang is silent on such a machine.
+WATCHDOG_S = 10
 _POLL_S = 0.05
 # Variables that would lead back to another manager or its bus.
 _FOREIGN = (
@@ -97,7 +100,7 @@ class PrivateManager:
         return self
 
     def systemctl(
-        self, *arguments: str, check: bool = True, timeout_s: float = 60.0
+        self, *arguments: str, check: bool = True, timeout_s: float = 240.0
     ) -> subprocess.CompletedProcess[str]:
         """`systemctl --user …` on this manager."""
         return subprocess.run(
@@ -117,6 +120,19 @@ class PrivateManager:
         """Put a unit file in place and have the manager read it."""
         (self.unit_dir / name).write_text(text)
         self.systemctl("daemon-reload")
+
+    def reexecute(self) -> None:
+        """`daemon-reexec`. It returns before the new one listens."""
+        self.systemctl("daemon-reexec")
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while self.systemctl("show", "-p", "Version", check=False).returncode != 0:
+            if time.monotonic() > deadline_s:
+                raise ManagerError("systemd --user does not come back after daemon-reexec")
+            time.sleep(_POLL_S)
+
+    def memfds(self) -> int:
+        """How many segments and indexes it holds for its units."""
+        return sum("/memfd:" in target for target in self.descriptors())
 
     def descriptors(self) -> list[str]:
         """The targets of the manager's open descriptors."""

@@ -28,8 +28,9 @@ from tests.systemd.boot import SYSTEMD, UNIT_DIR
 from tests.systemd.manager import ManagerError, entering, exit_status, new_cgroups, remove_cgroup
 
 USER, UID = "resident", 64321
-BOOT_TIMEOUT_S = 20.0
-ANSWER_TIMEOUT_S = 30.0
+# Nothing is held to these: a machine may be busy.
+BOOT_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 _ROOT = Path(__file__).resolve().parents[2]
 _SYSTEM_UNITS = Path(SYSTEMD).parent / "system"

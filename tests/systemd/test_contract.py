@@ -14,17 +14,21 @@ import pytest
 
 from tests.fakes import pauses
 from tests.fakes.checkpoints import key_of, write_checkpoint
-from tests.fakes.daemon import LOADER, ROOT, model, remove_tree, until, write_manifest
+from tests.fakes.daemon import (
+    LOADER,
+    ROOT,
+    has_ended,
+    model,
+    remove_tree,
+    until,
+    write_manifest,
+)
 from tests.fakes.pauses import Pauses
-from tests.systemd.conftest import SETTINGS, Unit, product_unit
-from tests.systemd.manager import PrivateManager
+from tests.systemd.conftest import SETTINGS, Unit, holds, product_unit
+from tests.systemd.manager import WATCHDOG_S, PrivateManager
 from weightcached.index.tensors import FORMAT_VERSION
 
 BURST = 10
-
-
-def memfds(manager: PrivateManager) -> int:
-    return sum("/memfd:" in target for target in manager.descriptors())
 
 
 def test_unit_is_active_only_after_the_handshake_with_its_own_socket(
@@ -51,8 +55,10 @@ def test_daemon_that_always_crashes_is_given_up_after_the_burst(unit: Unit, tmp_
     unit.install("RestartSec=1ms", "ExecStart=", f"ExecStart={crash}").systemctl(
         "start", check=False
     )
-    until(lambda: unit.show("ActiveState") == "failed", "the manager has given up")
-    assert unit.show("NRestarts") == str(BURST)
+    until(
+        lambda: (unit.show("ActiveState"), unit.show("NRestarts")) == ("failed", str(BURST)),
+        "the manager has given up",
+    )
     # And after the fix the unit works again.
     unit.install()
     unit.systemctl("reset-failed")
@@ -61,25 +67,23 @@ def test_daemon_that_always_crashes_is_given_up_after_the_burst(unit: Unit, tmp_
 
 
 def test_daemon_reexec_of_the_manager_loses_nothing(unit: Unit, manager: PrivateManager) -> None:
-    before = memfds(manager)
     unit.install().systemctl("start")
     pid = unit.pid
     with unit.client() as engine:
         engine.attach(key_of(unit.engine)).close()
-        manager.systemctl("daemon-reexec")
+        manager.reexecute()
         assert (unit.pid, unit.show("ActiveState"), unit.show("NRestarts")) == (pid, "active", "0")
-        assert memfds(manager) == before + 3
+        holds(manager, 3)
         assert engine.status().caches[0].engines[0].pid == os.getpid()
     unit.systemctl("stop")
-    assert memfds(manager) == before
+    holds(manager, 0)
 
 
 def test_index_of_an_older_format_in_the_store_is_loaded_anew(
     unit: Unit, manager: PrivateManager
 ) -> None:
-    before = memfds(manager)
     unit.install(module="tests.fakes.older").systemctl("start")
-    assert memfds(manager) == before + 3
+    holds(manager, 3)
     unit.install().systemctl("restart")
     assert (unit.cache().source, unit.cache().state, unit.loads()) == ("loaded", "ready", 2)
     assert (
@@ -87,26 +91,28 @@ def test_index_of_an_older_format_in_the_store_is_loaded_anew(
         in unit.log()
     )
     # Of the old set nothing is left.
-    assert memfds(manager) == before + 3
+    holds(manager, 3)
     assert unit.log().count("Traceback") == 0
 
 
+@pytest.mark.slow
 def test_runtime_directory_removed_under_the_daemon_is_made_again_without_a_restart(
     unit: Unit,
 ) -> None:
-    unit.install("WatchdogSec=1s").systemctl("start")
+    unit.install(f"WatchdogSec={WATCHDOG_S}").systemctl("start")
     pid = unit.pid
     remove_tree(unit.socket.parent)
-    until(unit.socket.exists, "the daemon has noticed")
+    until(unit.answers, "the daemon has noticed")
     assert (unit.cache().source, unit.loads()) == ("loaded", 1)
     assert (unit.pid, unit.show("NRestarts"), unit.show("ActiveState")) == (pid, "0", "active")
 
 
+@pytest.mark.slow
 def test_session_directory_removed_under_the_manager_costs_no_weights(tmp_path: Path) -> None:
     """As logind removes /run/user/<uid>, with the manager's sockets, but while the manager lives."""
     with PrivateManager() as manager:
         unit = Unit(manager, tmp_path, "cpu900")
-        unit.install("WatchdogSec=1s").systemctl("start")
+        unit.install(f"WatchdogSec={WATCHDOG_S}").systemctl("start")
         pid = unit.pid
         with unit.client() as engine:
             ready = engine.attach(key_of(unit.engine)).ready
@@ -115,20 +121,20 @@ def test_session_directory_removed_under_the_manager_costs_no_weights(tmp_path: 
                 lambda: "our socket is gone and cannot be made again" in unit.log(),
                 "the daemon says so",
             )
-            # Longer than the watchdog's second.
-            silent_until_s = time.monotonic() + 1.5
+            # Longer than the watchdog waits.
+            silent_until_s = time.monotonic() + 1.5 * WATCHDOG_S
             until(lambda: time.monotonic() > silent_until_s, "the watchdog would have bitten")
             assert engine.status().caches[0].engines[0].pid == os.getpid()
-            assert memfds(manager) == 3
+            holds(manager, 3)
             manager.runtime_dir.mkdir(mode=0o700)
-            until(unit.socket.exists, "its socket is made again")
+            until(unit.answers, "its socket is made again")
         with unit.client() as engine:
             assert engine.status().pid == pid
             assert engine.attach(key_of(unit.engine)).ready == ready
         # No systemctl reaches it any more.
         os.kill(manager.pid, signal.SIGTERM)
         until(
-            lambda: not Path(f"/proc/{pid}").exists(),
+            lambda: has_ended(pid),
             "the manager has stopped the unit on its way out",
         )
         assert unit.log().count("stopped device=cpu900") == 1
@@ -223,12 +229,12 @@ def group(manager: PrivateManager, tmp_path: Path) -> Iterator[Group]:
     group = Group(manager, tmp_path)
     yield group
     group.close()
+    holds(manager, 0)
 
 
 def test_target_starts_restarts_and_stops_every_enabled_unit(
     group: Group, manager: PrivateManager
 ) -> None:
-    before = memfds(manager)
     assert group.states() == ["inactive", "inactive"]
     manager.systemctl("start", "weightcached.target")
     until(lambda: group.states() == ["active", "active"], "both units are up")
@@ -238,7 +244,7 @@ def test_target_starts_restarts_and_stops_every_enabled_unit(
     assert not {manager.show(unit, "MainPID") for unit in group.units} & set(pids)
     manager.systemctl("stop", "weightcached.target")
     until(lambda: group.states() == ["inactive", "inactive"], "both units have stopped")
-    assert memfds(manager) == before
+    holds(manager, 0)
 
 
 def test_one_unit_of_the_group_restarts_without_the_other(

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.daemon import BOUND_S
 from tests.fakes.stub_daemon import Answer, StubDaemon, cache, status
 from weightcached.cli import add, edit
 from weightcached.cli.weightcachectl import main
@@ -340,7 +341,7 @@ def test_disk_that_is_full_leaves_the_manifest(manifest: Path, model: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=BOUND_S,
     )
     assert (done.returncode, done.stderr) == (78, f"weightcachectl: {manifest}: File too large\n")
     assert manifest.read_text() == MINE

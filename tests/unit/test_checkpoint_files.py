@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import limits
+from tests.fakes.daemon import BOUND_S
 from weightcached.checkpoint import files as checkpoint
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.errors import CheckpointError
@@ -366,7 +367,7 @@ def test_an_unreadable_file_is_refused() -> None:
             "except CheckpointError as e: print(e, end='')"
         )
         command = [sys.executable, "-c", code, made]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_S, check=False)
         assert done.stderr == ""
         assert done.stdout == (
             f"weight file {made}/model.safetensors cannot be read: Permission denied; chmod u+r it or run as its owner"

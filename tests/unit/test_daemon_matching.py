@@ -54,7 +54,7 @@ def test_digest_is_made_unasked_and_engines_wait_for_it(scene: Scene) -> None:
         await begun.wait()
         assert await matcher.match(scene.asked) == Loading(cache="tiny/target", phase="digest")
         made.set()
-        await scene.caches.changed.wait(timeout_s=5)
+        await scene.caches.changed.wait(timeout_s=60)
         assert await matcher.match(scene.asked) is scene.generation
         assert scene.generation.checkpoint.full == DIGEST
         await matcher.close()
@@ -75,7 +75,7 @@ def test_checkpoint_that_changed_before_its_digest_was_made_is_a_mismatch(
     async def main() -> None:
         matcher = Matcher(scene.caches, "cpu0", child)
         while isinstance(answer := await matcher.match(scene.asked), Loading):
-            await scene.caches.changed.wait(timeout_s=5)
+            await scene.caches.changed.wait(timeout_s=60)
         assert isinstance(answer, Mismatch)
         assert answer.fields[0].cached == f"{tmp_path / 'checkpoint'} ({CHANGED})"
         assert matcher.digest_failures == 0
@@ -120,7 +120,7 @@ def test_digest_that_failed_is_said_and_tried_again(scene: Scene) -> None:
 
     async def final(matcher: Matcher) -> object:
         while isinstance(answer := await matcher.match(scene.asked), Loading):
-            await scene.caches.changed.wait(timeout_s=5)
+            await scene.caches.changed.wait(timeout_s=60)
         return answer
 
     async def main() -> None:

@@ -21,7 +21,7 @@ GIB = 2**30
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
-        sock.settimeout(5)
+        sock.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         yield sock
 
@@ -43,7 +43,10 @@ def test_progress_extends_the_timeout_and_shows_phase_size_and_time(
     notifier.close()
 
 
-def test_progress_within_a_second_is_one_line_but_for_a_new_phase(manager: socket.socket) -> None:
+def test_progress_within_a_second_is_one_line_but_for_a_new_phase(
+    manager: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightcached.daemon.notify.time.monotonic", lambda: 50.0)
     notifier, cache = Notifier(extend_s=1), Cache("m/target", "target")
     load = cache.begin_load()
     for phase, done in [("weights", 1), ("weights", 2), ("proof", 0)]:

@@ -49,7 +49,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def appears(path: Path) -> str:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not path.exists() or not path.read_text().endswith("\n"):
             await asyncio.sleep(0.01)
     return path.read_text()

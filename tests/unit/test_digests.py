@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import limits
+from tests.fakes.daemon import BOUND_S
 from weightcached.checkpoint import digests, files, identity
 from weightcached.checkpoint.digests import CHUNK_BYTES, SAMPLE_BYTES, DigestCache, sample_ranges
 from weightcached.checkpoint.identity import CheckpointIdentity
@@ -341,6 +342,6 @@ def test_many_processes_writing_one_entry_leave_it_whole(cache_home: Path) -> No
     for child in children:  # all at once
         assert child.stdin is not None
         child.stdin.close()
-    assert [child.wait(timeout=60) for child in children] == [0, 0, 0]
+    assert [child.wait(timeout=BOUND_S) for child in children] == [0, 0, 0]
     assert [entry.name for entry in entries(cache_home)] == ["1-2.json"]
     assert DigestCache.of_user().get(KEY) == DIGEST

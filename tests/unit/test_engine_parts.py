@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.daemon import BOUND_S
-from tests.fakes.service import free_port
+from tests.fakes.daemon import BOUND_S, free_port
 from weightcached.config.engines import Listen
 from weightcached.config.manifest import load_manifest
 from weightcached.engine import control, endpoint, starting

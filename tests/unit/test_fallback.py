@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.stub_daemon import Packet, Silence, StubDaemon, cache, status
 from weightcache_loader import fallback
 from weightcached.errors import (
@@ -15,6 +16,7 @@ from weightcached.errors import (
 )
 from weightcached.segments.host import HostBackend
 from weightcached.wire import resident
+from weightcached.wire.connection import Connection
 from weightcached.wire.messages import PROTOCOL_VERSION, Done, Fallback, Hello, Refused
 from weightcached.wire.resident import Resident, held
 
@@ -53,10 +55,11 @@ def written(path: Path, *, stopped: bool = False) -> None:
 def test_daemon_that_cannot_be_asked_holds_what_it_wrote_down(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fallback, "_STATUS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fallback, "_STATUS_TIMEOUT_S", BOUND_S)
     written(path)
     assert [h.nbytes for h in fallback.resident(path)] == [5]
-    with StubDaemon(path, lambda request: [Silence()]):
+    with StubDaemon(path, lambda request: [Silence()]), monkeypatch.context() as silent_for:
+        silent_for.setattr(fallback, "_STATUS_TIMEOUT_S", 0.2)
         assert [h.nbytes for h in fallback.resident(path)] == [5]
     with StubDaemon(path, lambda request: [status("cpu0")]) as daemon:
         assert fallback.resident(path) == []
@@ -106,7 +109,10 @@ def test_daemon_is_told_of_a_fallback_where_there_is_one_to_be_told(path: Path) 
 def test_daemon_that_does_not_take_the_news_keeps_nobody_from_loading(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fallback, "_STATUS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fallback, "_STATUS_TIMEOUT_S", BOUND_S)
+    # It has long enough to say Welcome, and no time for the answer.
+    request = Connection.request
+    monkeypatch.setattr(Connection, "request", lambda self, news, _: request(self, news, 0.2))
     fallback.report(path, REASON)
     older = Refused(
         code="protocol", message="message does not decode: Invalid value 'Fallback' - at `$.type`"
@@ -114,4 +120,4 @@ def test_daemon_that_does_not_take_the_news_keeps_nobody_from_loading(
     for answer in (older, Silence(), Packet(b"", then_close=True)):
         with StubDaemon(path, lambda request, answer=answer: [answer]) as daemon:  # type: ignore[misc]
             fallback.report(path, REASON)
-            assert len(daemon.requests) == 2
+            until(lambda daemon=daemon: len(daemon.requests) == 2, "it has the news")  # type: ignore[misc]

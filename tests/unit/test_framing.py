@@ -48,8 +48,8 @@ def no_descriptor_leaks() -> Iterator[None]:
 def pair() -> Iterator[Pair]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        ours.settimeout(5)
-        theirs.settimeout(5)
+        ours.settimeout(60)
+        theirs.settimeout(60)
         yield ours, theirs
 
 

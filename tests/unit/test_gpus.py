@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.daemon import BOUND_S
 from weightcached.errors import DeviceError
 from weightcached.system import gpus
 from weightcached.system.gpus import GpuInfo, Holder
@@ -217,7 +218,7 @@ def test_kernel_driver_version_comes_from_proc_first(
 def test_importing_devices_imports_neither_torch_nor_cuda() -> None:
     code = "import sys, weightcached.system.gpus; print([m for m in ('torch', 'cuda', 'pynvml') if m in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=BOUND_S
     )
     assert done.stdout == "[]\n"
 

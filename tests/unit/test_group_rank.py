@@ -11,25 +11,22 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.daemon import BOUND_S, free_port
 from weightcached.errors import LoadError, ManifestError
 from weightcached.vllm_compat.group_rank import Peers, _interface_of
 from weightcached.wire.loader_job import LoaderJob, Meeting
 
-JOIN_TIMEOUT_S = 30.0
-
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def peers(
     rank: int,
     port: int,
     *,
-    timeout_s: int = 20,
+    timeout_s: int = int(BOUND_S),
     nodes: int = 1,
     host: str = "127.0.0.1",
     waiting: Callable[[], Any] = lambda: None,
@@ -60,7 +57,7 @@ def both(act: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(JOIN_TIMEOUT_S)
+        thread.join(BOUND_S)
         assert not thread.is_alive()
     return results
 
@@ -140,7 +137,7 @@ def test_address_of_another_node_is_said_at_once(port: int) -> None:
 def test_place_is_open_on_its_address_alone(port: int) -> None:
     peers(0, port)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", port), timeout=5)
+        socket.create_connection(("127.0.0.2", port), timeout=BOUND_S)
 
 
 def test_nodes_that_disagree_are_both_refused_with_both_values(port: int) -> None:

@@ -12,7 +12,7 @@ from weightcached.daemon.holds import Holds
 
 
 def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 120))
 
 
 def test_a_load_waits_until_nobody_holds_the_device() -> None:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from tests import limits
+from tests.fakes.daemon import BOUND_S
 from weightcached.checkpoint import identity
 from weightcached.checkpoint.identity import CheckpointIdentity, Different, Equal, FileRecord, Need
 from weightcached.errors import CheckpointError
@@ -616,7 +617,7 @@ def test_the_wire_shape_is_an_array_per_file() -> None:
 
 def run_child(stdin: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-W", "error", "-m", "weightcached.checkpoint.identity", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=False)
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=BOUND_S, check=False)
 
 
 def test_the_child_fills_in_the_full_digest(checkpoint: Path) -> None:

@@ -31,7 +31,7 @@ def lint(tree: Path) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "200", "NO_COLOR": "1"}
     done = subprocess.run(
         [sys.executable, "-c", LINT], cwd=tree, env=environment, capture_output=True, text=True,
-        check=False, timeout=120,
+        check=False, timeout=240,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

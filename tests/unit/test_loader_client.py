@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ import pytest
 
 from tests import limits
 from tests.fakes.checkpoints import WEIGHTS, identity_of, write_checkpoint
+from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.models import an_index
 from tests.fakes.stub_daemon import Answer, Packet, Silence, StubDaemon, welcome
 from weightcache_loader import client
@@ -60,8 +63,9 @@ from weightcached.wire.messages import (
     encode,
 )
 
-TIMEOUT_S = 5.0
-BOUND_S = 20.0
+TIMEOUT_S = BOUND_S
+# For deadlines of the client's own, measured.
+LIMIT_S = 5.0
 CACHE = "tiny/target"
 SEGMENT = b"segment ".ljust(4096, b".")
 INDEX = index_format.encode(an_index())
@@ -109,6 +113,8 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No descriptor and no thread may be left by any test."""
+    # What earlier tests left for the collector is theirs.
+    gc.collect()
     before = descriptors(), threading.active_count()
     yield
     gc.collect()
@@ -318,33 +324,36 @@ def test_loading_beyond_the_deadline_is_unavailable(path: Path, key: WeightCache
     )
     waited_s = time.monotonic() - began
     assert waited_s >= 0.3
-    limits.hold("refused after a deadline of 0.3 s", waited_s, TIMEOUT_S)
+    limits.hold("refused after a deadline of 0.3 s", waited_s, LIMIT_S)
 
 
-@pytest.mark.timed
 def test_load_that_stops_is_not_waited_for(
     path: Path, key: WeightCacheKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_STALL_S", 0.3)
+    # The client's own clock goes on by 50 s with each answer.
+    clock = SimpleNamespace(now_s=0.0)
+    note = client._Waiting.note
+
+    def noted(waiting: Any, answer: Loading) -> None:
+        clock.now_s += 50
+        note(waiting, answer)
+
+    monkeypatch.setattr(client._Waiting, "note", noted)
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
 
     def script(request: Request) -> Iterable[Answer]:
         for done in range(1, 6):
             yield loading(done_bytes=done, total_bytes=9)
-            time.sleep(0.1)
         while True:
             yield loading(done_bytes=5, total_bytes=9)
-            time.sleep(0.02)
 
-    began = time.monotonic()
     with StubDaemon(path, script):
-        text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=BOUND_S)
+        text = refused(WeightCacheUnavailableError, path, key, state_timeout_s=1e9)
+    # While bytes came it was waited for longer than that.
     assert text == (
-        "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 0 s; 'weightcachectl status' shows its "
+        "tiny/target has stopped loading: weights stands at 5 of 9 bytes for 150 s; 'weightcachectl status' shows its "
         "state, 'journalctl --user' its loader's log"
     )
-    waited_s = time.monotonic() - began
-    assert waited_s >= 0.7, "while bytes came it was waited for longer than that"
-    limits.hold("refused 0.3 s after the last byte", waited_s, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("phase", ["queued", "digest"])
@@ -739,7 +748,9 @@ def test_daemon_that_answers_wrongly_is_asked_again(
     with StubDaemon(path, serving()):
         lease = leased(path, key)
     lines.wait_for(GONE)
-    scripts: Iterator[list[Answer]] = iter([first, [Rejoined()]])
+    # Again and again: on a busy machine an answer may be late, too.
+    later: list[Answer] = [Rejoined()]
+    scripts = itertools.chain([first], itertools.repeat(later))
     with StubDaemon(path, lambda request: next(scripts)):
         assert lease.connected.wait(BOUND_S)
         lease.close()
@@ -768,17 +779,10 @@ def test_daemon_of_another_protocol_is_waited_out(
         lease = leased(path, key)
     lines.wait_for(GONE)
     with StubDaemon(path, greeting=[welcome(protocol=2)]) as daemon:
-        until(lambda: bool(daemon.requests))
+        until(lambda: bool(daemon.requests), "it is asked")
     with StubDaemon(path, rejoining(Rejoined())):
         assert lease.connected.wait(BOUND_S)
         lease.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_socket_that_vanishes_under_the_look_at_it_is_tried_again(
@@ -842,9 +846,9 @@ def test_daemon_hears_that_the_engine_sleeps_and_wakes(
     with StubDaemon(path, sleeping(), greeting=[PARKING]) as daemon:
         lease = leased(path, key)
         lease.park(True)
-        until(lambda: ASLEEP in daemon.requests)
+        until(lambda: ASLEEP in daemon.requests, "it hears that the engine sleeps")
         lease.park(False)
-        until(lambda: AWAKE in daemon.requests)
+        until(lambda: AWAKE in daemon.requests, "it hears that the engine wakes")
         assert lease.connected.is_set()
         lease.close()
     assert lines.lines == []
@@ -894,7 +898,7 @@ def test_engine_that_does_not_unmap_keeps_its_lease(
         lease.park(True)
         assert asked.wait(BOUND_S)
         lease.park(False)
-        until(lambda: AWAKE in daemon.requests)
+        until(lambda: AWAKE in daemon.requests, "it hears that the engine wakes")
         lease.close()
     assert lines.lines == []
 
@@ -905,9 +909,9 @@ def test_restarted_daemon_is_told_again_that_the_engine_sleeps(
     with StubDaemon(path, sleeping(), greeting=[PARKING]) as daemon:
         lease = leased(path, key)
         lease.park(True)
-        until(lambda: ASLEEP in daemon.requests)
+        until(lambda: ASLEEP in daemon.requests, "it hears that the engine sleeps")
     with StubDaemon(path, sleeping(), greeting=[PARKING]) as daemon:
-        until(lambda: ASLEEP in daemon.requests)
+        until(lambda: ASLEEP in daemon.requests, "it hears that the engine sleeps")
         lease.close()
 
 
@@ -965,10 +969,17 @@ def test_load_that_lasts_too_long_is_not_waited_for(path: Path, lines: Lines) ->
     )
 
 
-def test_engine_that_sleeps_or_wakes_waits_for_nobody(path: Path) -> None:
+def test_engine_that_sleeps_or_wakes_waits_for_nobody(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the Welcome, on a busy machine.
+    monkeypatch.setattr(client, "_MOMENT_S", BOUND_S)
     with client.loads_held(None):
         pass
     with StubDaemon(path, serving(Silence())) as daemon, client.loads_held(path):
-        until(lambda: HoldLoads(wait=False) in daemon.requests)
-    # Its thread ends with the block, or when the daemon has been silent for half a second.
-    until(lambda: not [t for t in threading.enumerate() if t.name == "weightcached-hold"])
+        until(lambda: HoldLoads(wait=False) in daemon.requests, "it is asked")
+    # Its thread ends with the block, or with the daemon.
+    until(
+        lambda: not [t for t in threading.enumerate() if t.name == "weightcached-hold"],
+        "the thread has ended",
+    )

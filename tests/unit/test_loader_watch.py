@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from tests.fakes.daemon import BOUND_S
 from weightcached.checkpoint.identity import CheckpointIdentity, record_checkpoint
 from weightcached.errors import LoadError
 from weightcached.loader.watch import Watch
@@ -209,4 +210,4 @@ def test_without_a_watch_opening_costs_no_error() -> None:
         "        try: open(name)\n"
         "        except (OSError, ValueError): pass\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=BOUND_S)

@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.fakes.daemon import BOUND_S
 from weightcached.cli import man_pages, weightcachectl
 from weightcached.cli.weightcached import main as weightcached_main
 from weightcached.config.manifest import Document
@@ -28,7 +29,7 @@ def rendered(page: Path) -> str:
     """The page as a reader sees it. Fails if groff has anything to say."""
     done = subprocess.run(
         ["man", "--warnings", "-E", "UTF-8", "-l", "-Tutf8", page], capture_output=True, text=True, check=False,
-        timeout=60, env=os.environ | {"LC_ALL": "C.UTF-8", "MANWIDTH": "80", "MAN_KEEP_FORMATTING": ""},
+        timeout=BOUND_S, env=os.environ | {"LC_ALL": "C.UTF-8", "MANWIDTH": "80", "MAN_KEEP_FORMATTING": ""},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     return re.sub(r".\x08|\x1b\[[0-9;]*m", "", done.stdout)
@@ -159,7 +160,7 @@ def completions(home: Path, words: str) -> list[str]:
         f'_{command}_completion {command}; echo "${{COMPREPLY[@]}}"'
     )
     done = subprocess.run(
-        ["bash", "-c", asked], capture_output=True, text=True, check=True, timeout=60
+        ["bash", "-c", asked], capture_output=True, text=True, check=True, timeout=BOUND_S
     )
     assert done.stderr == ""
     return done.stdout.split()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from tests.fakes.daemon import BOUND_S
 from weightcached.checkpoint.identity import CheckpointIdentity, FileRecord
 from weightcached.errors import ProtocolError
 from weightcached.index.key import WeightCacheKey
@@ -245,7 +246,7 @@ def test_announced_sizes_allocate_nothing() -> None:
         "                sys.exit(1)\n"
     )
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=BOUND_S)
 
 
 @seed(20260801)

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.fakes.daemon import BOUND_S
 from tests.fakes.page_scene import GPU0, GPU1, Scene
 from tests.fakes.stub_daemon import cache, status
 from weightcached.exporter import history
@@ -300,7 +301,7 @@ def test_name_with_bytes_that_are_no_text_does_not_end_the_answer(scene: Scene) 
 
 
 def get(port: int, path: str = "/") -> Any:
-    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30)
+    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=BOUND_S)
 
 
 def directives(answer: Any) -> dict[str, str]:
@@ -357,7 +358,7 @@ def test_page_changes_nothing_and_takes_get_alone(scene: Scene) -> None:
     with scene.served() as port:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/", data=b"x=1", method="POST")
         with pytest.raises(urllib.error.HTTPError) as e:
-            urllib.request.urlopen(request, timeout=30)
+            urllib.request.urlopen(request, timeout=BOUND_S)
         with e.value:
             assert e.value.code == 501
 

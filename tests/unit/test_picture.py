@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 from bench.first_steps import COMMANDS
 from bench.picture import ROOT, final_lines, last_lines, svg
+from tests.fakes.daemon import BOUND_S
 
 RECORDING = "ready\n\x1b[32mattach\x1b[0m  0.174 s\n"
 
@@ -84,7 +85,7 @@ def test_command_that_fails_draws_nothing_and_gives_its_status(tmp_path: Path) -
     out = tmp_path / "p.svg"
     done = subprocess.run(
         [sys.executable, ROOT / "bench/picture.py", "--out", out, "--", "sh", "-c", "echo no; exit 3"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=BOUND_S,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (3, "no\n")
     assert not out.exists()
@@ -94,6 +95,6 @@ def test_command_runs_on_a_terminal_of_the_given_width(tmp_path: Path) -> None:
     out = tmp_path / "p.svg"
     subprocess.run(
         [sys.executable, ROOT / "bench/picture.py", "--out", out, "--columns", "71", "--", "stty", "size"],
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=BOUND_S,
     )  # fmt: skip
     assert out.with_suffix(".txt").read_text() == "50 71\n"

@@ -35,6 +35,7 @@ from tests.fakes.cuda_driver import (
     Live,
     no_leaks,
 )
+from tests.fakes.daemon import BOUND_S
 from weightcached.errors import DeviceError, OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import Backend, Mapping, WritableSegment
 from weightcached.segments.cuda import CudaBackend, CudaMapping, CudaSegment, torch_tensor
@@ -790,7 +791,7 @@ def test_bindings_are_imported_only_when_a_device_is_opened(
 def test_importing_the_backend_imports_neither_torch_nor_cuda() -> None:
     code = "import sys, weightcached.segments.cuda; print([m for m in ('torch', 'cuda', 'pynvml') if m in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=BOUND_S
     )
     assert done.stdout == "[]\n"
 

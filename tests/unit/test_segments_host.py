@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.daemon import BOUND_S
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
 from weightcached.segments.api import Backend, Mapping, PrivateCopy, WritableSegment, open_backend
 from weightcached.segments.host import HostBackend
@@ -81,7 +82,7 @@ def test_segment_outlives_its_creator_in_its_descriptor_alone(backend: HostBacke
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            timeout=60,
+            timeout=BOUND_S,
             check=False,
         )
         _, fds, _, _ = socket.recv_fds(ours, 1, 1)
@@ -392,7 +393,7 @@ def test_driver_names_the_running_kernel(backend: HostBackend) -> None:
 def test_importing_the_backend_imports_no_torch() -> None:
     code = "import sys, weightcached.segments.host; print('torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=BOUND_S
     )
     assert done.stdout == "False\n"
 
@@ -411,6 +412,6 @@ def test_segments_read_without_torch(backend: HostBackend) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=BOUND_S,
         )
     assert done.stdout == "b'weights' False\n"

@@ -121,7 +121,7 @@ class Group:
     """The collectives of as many ranks as take part."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=20)
+        self._barrier = threading.Barrier(ranks, timeout=120)
         self._said: list[Any] = [None] * ranks
         self._local = threading.local()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.daemon import BOUND_S
 from weightcached.config import manifest as manifests
 from weightcached.config.engines import EngineEntry
 from weightcached.config.manifest import load_manifest
@@ -50,7 +51,7 @@ def verify(tmp_path: Path, *units: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"XDG_RUNTIME_DIR": str(runtime)}
     command = ["systemd-analyze", "verify", "--user", "--man=no", *map(str, units)]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=60, check=False
+        command, capture_output=True, text=True, env=environment, timeout=BOUND_S, check=False
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fakes.daemon import BOUND_S
 from tests.fakes.models import Packed, an_index, random_bytes
 from tests.fakes.stub_daemon import Answer, Packet, StubDaemon
 from weightcached.cli import verify_cache
@@ -230,7 +231,7 @@ def test_verifying_imports_no_torch(packed: Packed) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=BOUND_S,
     )
     fds[-1].close()
     assert done.stdout == "[] []\n"

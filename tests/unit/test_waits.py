@@ -13,7 +13,7 @@ from weightcached.system.waits import end_tasks, first_of, readable, writable
 
 
 def run(wait: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(wait, timeout=30))
+    asyncio.run(asyncio.wait_for(wait, timeout=120))
 
 
 def test_coroutines_are_ended_and_tasks_go_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,13 @@ from weightcached.cli.text import columns
 from weightcached.errors import EngineError, RuntimePathError
 from weightcached.system.paths import runtime_dir
 from weightcached.system.text import seconds_text
-from weightcached.wire.services import ANSWER_TIMEOUT_S, Services, ask_all_services, ask_service
+from weightcached.wire.services import (
+    ANSWER_TIMEOUT_S,
+    ERROR_FILE,
+    Services,
+    ask_all_services,
+    ask_service,
+)
 
 # A start may compile; the supervisor ends one that takes longer.
 LONGEST_S = 3600.0
@@ -28,6 +35,21 @@ def socket_of(name: str) -> Path:
 def unit_of(name: str) -> str:
     """The unit that keeps the service."""
     return f"weightcached-engine@{name}.service"
+
+
+def last_words(name: str) -> str:
+    """Why the service's supervisor gave up since forget_words(), or ""."""
+    try:
+        text = socket_of(name).with_name(ERROR_FILE).read_text(encoding="utf-8", errors="replace")
+    except (OSError, RuntimePathError):
+        return ""
+    return text.strip()
+
+
+def forget_words(name: str) -> None:
+    """What a supervisor says from now on is of the attempt to come."""
+    with contextlib.suppress(OSError, RuntimePathError):
+        socket_of(name).with_name(ERROR_FILE).unlink()
 
 
 def ask(name: str, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:

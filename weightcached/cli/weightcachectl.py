@@ -1060,16 +1060,18 @@ def engine_stop(name: str) -> None:
 
 
 def _engine_job(verb: str, name: str) -> None:
-    from weightcached.cli.engine import unit_of
+    from weightcached.cli.engine import forget_words, last_words, unit_of
     from weightcached.cli.units import systemctl
     from weightcached.errors import UnitError
 
     unit = unit_of(name)
+    forget_words(name)
     try:
         systemctl(verb, unit, timeout_s=None)
     except UnitError as e:
-        # The supervisor's last words tell more than systemctl.
-        words = systemctl("show", "--value", "--property=StatusText", unit).strip()
+        # The supervisor's last words tell more than systemctl; the next one's status has them no more.
+        status = systemctl("show", "--value", "--property=StatusText", unit).strip()
+        words = last_words(name) or status
         raise UnitError(f"{name}: {words}; journalctl --user -u {unit}" if words else str(e)) from e
     click.echo(f"{name}: {'started' if verb == 'start' else 'stopped'}")
 

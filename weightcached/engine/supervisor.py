@@ -5,6 +5,7 @@ states.py decides, this module acts: every event ends in _step(), which begins t
     $XDG_RUNTIME_DIR/weightcached/engines/<name>/   0700
         lock            flock()ed by the supervisor for its whole life
         fence           flock()ed by the engine that serves, and all that it has forked
+        error           why a supervisor gave up before an engine served, for weightcachectl
         service.sock    weightcachectl's questions
         <number>/       one engine (running.py)
 """
@@ -52,6 +53,7 @@ from weightcached.system.paths import (
 from weightcached.system.process import become_subreaper, holds_file
 from weightcached.system.waits import end_tasks
 from weightcached.wire.engine_job import Job
+from weightcached.wire.services import ERROR_FILE
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +149,7 @@ class Supervisor:
         # As /proc names it.
         self._directory = directory.resolve()
         self._fence = self._directory / "fence"
+        self._error_file = self._directory / ERROR_FILE
         self._plans: dict[int, StartPlan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = DeviceTurns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
@@ -363,6 +366,9 @@ class Supervisor:
         if not self._was_ready and self.service.failures >= MAX_FIRST_FAILURES:
             log.error("service=%s no engine can be started: %s", self.spec.name, self.service.error)
             self._status = EXIT_FAILURE
+            # The manager forgets our status as soon as it starts the next supervisor.
+            with contextlib.suppress(OSError):
+                self._error_file.write_text(self.summary(), encoding="utf-8")
             self._ended.set()
         self._keep_quiet(self._notify_waiters())
 
@@ -499,9 +505,10 @@ class Supervisor:
         try:
             facts = await engine.ask("ready", timeout_s=START_TIMEOUT_S)
         except EngineError as e:
-            # If its first process has ended, that is the better reason.
+            # Its own words, if it has some, are the better reason, and then that it has ended. It says
+            # them first; the kernel reports its end last.
             await asyncio.sleep(0.1)
-            self._end_failed(number, str(e))
+            self._end_failed(number, engine.last_words() or str(e))
             return
         if not self._is_up(number):
             return
@@ -694,6 +701,7 @@ class Supervisor:
     def _tell(self) -> None:
         if not self._was_ready and self.service.serving is not None:
             self._was_ready = True
+            self._error_file.unlink(missing_ok=True)
             self._manager.tell("READY=1")
         self._manager.status(self.summary())
 

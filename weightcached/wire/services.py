@@ -17,6 +17,8 @@ from weightcached.errors import EngineError, ProtocolError
 from weightcached.wire.framing import recv_packet, send_packet
 
 ANSWER_TIMEOUT_S = 5.0
+# In the service's directory: why its supervisor gave up before any engine served.
+ERROR_FILE = "error"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
