@@ -137,15 +137,8 @@ def until(
     return found
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def free_ports(count: int) -> int:
-    """The first of so many ports that nobody has now."""
+    """The first of so many ports of 127.0.0.1 that nobody has now, below those that the kernel gives out."""
     # Each run begins elsewhere: two may share a machine.
     for first in range(18800 + os.getpid() % 3000 * count, 32000, count):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -835,11 +828,12 @@ class Bench:
 _PHASES = {
     "weights": r"[Mm]odel loading took .*? ([0-9.]+) seconds",
     "dynamo": r"Dynamo bytecode transform time: ([0-9.]+) s",
-    "compiled code": r"(?:Directly load|Compiling).*? took ([0-9.]+) s",
-    "torch.compile": r"torch\.compile (?:and initial profiling run )?took ([0-9.]+) s",
+    # From the cache, or made.
+    "compiled code": r"(?:Directly load|Compiling) .*? (?:took|takes) ([0-9.]+) s",
+    "torch.compile": r"torch\.compile (?:and initial profiling\S* run together )?took ([0-9.]+) s",
+    "profiling run": r"[Ii]nitial profiling\S* run took ([0-9.]+) s",
     "graphs": r"Graph capturing finished in ([0-9.]+) secs",
     "init engine": r"init engine .*? took ([0-9.]+) s",
-    "cudagraph estimate": r"[Cc]udagraph memory profiling took ([0-9.]+)",
 }
 
 

@@ -42,7 +42,8 @@ TINY = {
         "hidden": 512, "intermediate": 1024, "layers": 2, "heads": 8, "kv_heads": 4, "vocab": 8192
     }
 }  # fmt: skip
-START_TIMEOUT_S, ANSWER_TIMEOUT_S, DAEMON_TIMEOUT_S = 150.0, 40.0, 150.0
+# With empty caches of vLLM a start takes two minutes.
+START_TIMEOUT_S, ANSWER_TIMEOUT_S, DAEMON_TIMEOUT_S = 240.0, 40.0, 150.0
 STARTED_S = time.monotonic()
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import ANSWER_TIMEOUT_S
 from tests.fakes import pauses
 from tests.fakes.checkpoints import key_of
 from tests.fakes.daemon import (
-    BOUND_S,
     LOADER,
     DaemonProcess,
     environment,
@@ -48,7 +48,7 @@ def ctl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
         env=environment(**(env or {})),
         capture_output=True,
         text=True,
-        timeout=BOUND_S,
+        timeout=ANSWER_TIMEOUT_S,
         check=False,
     )
 
