@@ -725,9 +725,11 @@ def _serves(device: str) -> bool:
     except WeightcachedError:
         # This session does not see its socket: doctor says so.
         return True
-    failed = [cache for cache in caches if cache.state == "failed"]
+    # While it is tried again, it has its error still.
+    failed = [x for x in caches if x.state == "failed" or (x.state == "loading" and x.error)]
     for cache in failed:
-        again = "; it is tried again" if cache.retry_at is not None else ""
+        trying = cache.retry_at is not None or cache.state == "loading"
+        again = "; it is tried again" if trying else ""
         complain(f"{device} {cache.name} failed: {' '.join(cache.error.split())}{again}")
     return not failed or any(cache.state in ("ready", "evicted") for cache in caches)
 
