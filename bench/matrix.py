@@ -135,9 +135,9 @@ class Outcome(NamedTuple):
     def cell(self) -> str:
         if self.failed:
             return f"**fails** ({self.failed} of {self.passed + self.failed + self.skipped})"
-        if not self.passed:
-            return "not run"
-        return "seen" if not self.skipped else "seen in part"
+        if self.passed:
+            return "seen" if not self.skipped else "seen in part"
+        return "skipped" if self.skipped else "not run"
 
 
 def outcome(feature: Feature, junit: ET.Element) -> Outcome:

@@ -185,7 +185,8 @@ def test_engine_that_comes_before_the_manifest_was_read_waits_for_it(
     with daemon.client() as engine, daemon.client() as other:
         engine.send(Attach(key=key(checkpoint)))
         other.send(Memory(key=key(checkpoint)))
-        # The daemon is idle, and would have answered both by now.
+        # An engine would take its silence for a hang.
+        assert engine.receive() == Loading(cache="cpu0", phase="queued")
         assert daemon.status().state == "loading"
         held.let_go("manifest", lambda: False)
         reply = engine.receive()

@@ -36,7 +36,7 @@ def test_tests_of_a_feature_are_there(name: str) -> None:
     [
         ("test_a.py", Outcome(2, 0, 1, ("no operator",)), "seen in part"),
         ("test_a.py::test_two", Outcome(1, 0, 1, ("no operator",)), "seen in part"),
-        ("test_a.py::test_two[x-1]", Outcome(0, 0, 1, ("no operator",)), "not run"),
+        ("test_a.py::test_two[x-1]", Outcome(0, 0, 1, ("no operator",)), "skipped"),
         ("test_a.py::test_one", Outcome(1, 0, 0, ()), "seen"),
         ("test_ab.py", Outcome(0, 2, 0, ("assert 1 == 2", "no daemon")), "**fails** (2 of 2)"),
         ("test_gone.py", Outcome(0, 0, 0, ()), "not run"),
@@ -59,7 +59,7 @@ def test_table_has_versions_in_order_and_each_reason_once() -> None:
     lines = matrix.table(results)
     assert "| feature | 0.9.0 | 0.100.0 |" in lines
     row = next(line for line in lines if line.startswith(f"| {FEATURES['lora'].title} |"))
-    assert row.endswith("| seen, 2026-11-29 | not run, 2026-11-30 [1] |")
+    assert row.endswith("| seen, 2026-11-29 | skipped, 2026-11-30 [1] |")
     assert lines[-1] == "[1] no \\| operator  "
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcached.vllm_compat import versions
+from weightcached.vllm_compat import guarded, versions
 from weightcached.vllm_compat.versions import VllmName, find, imports_of, is_seen, warn_of_unseen
 
 log = logging.getLogger("test")
@@ -85,3 +86,17 @@ def test_what_a_release_lacks_is_named(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("vllm.envs:no_such_name, used in build: AttributeError: ")
     assert lines[-1].endswith("2 names used, 1 missing")
+
+
+def test_every_patched_method_is_looked_for() -> None:
+    """A method that is gone is left alone in silence when an engine starts."""
+    patched = set(guarded.WRITERS)
+    for source in Path(versions.__file__).parent.glob("*.py"):
+        for call in ast.walk(ast.parse(source.read_text())):
+            match call:
+                case ast.Call(
+                    func=ast.Name("wrap_once"), args=[_, ast.Constant(str() as name), *_]
+                ) if name != "__init__":
+                    patched.add(name)
+    assert {"wake_up", "run_busy_loop"} <= patched
+    assert patched <= {name.where.rpartition(".")[2] for name in versions.REACHED}

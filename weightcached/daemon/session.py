@@ -267,7 +267,11 @@ class Session:
             event = changed.next()
             began_s = time.monotonic()
             answer = await self._match(
-                request.key, asked, sampled=request.identity == "sampled", cache=request.cache
+                request.key,
+                asked,
+                wait=request.wait,
+                sampled=request.identity == "sampled",
+                cache=request.cache,
             )
             if isinstance(answer, Generation):
                 # Before anything is awaited: from here on a Drop or a Release sees this engine.
@@ -290,7 +294,13 @@ class Session:
             )
 
     async def _match(
-        self, key: WeightCacheKey, asked: set[str], *, sampled: bool = False, cache: str = ""
+        self,
+        key: WeightCacheKey,
+        asked: set[str],
+        *,
+        wait: bool = False,
+        sampled: bool = False,
+        cache: str = "",
     ) -> Generation | Final | Loading | NeedDigest:
         """The matcher's answer. A daemon that starts waits for the manifest if no key matches.
 
@@ -305,8 +315,13 @@ class Session:
             return await service.matcher.match(key, sampled=sampled)
 
         answer = await match()
-        if not isinstance(answer, Generation) and not service.reconciler.settled.is_set():
-            await service.reconciler.settled.wait()
+        settled = service.reconciler.settled
+        if not isinstance(answer, Generation) and not settled.is_set():
+            while not settled.is_set():
+                await first_of(settled.wait(), timeout_s=REPEAT_S)
+                if wait and not settled.is_set():
+                    # The daemon may read checkpoints first. An engine takes silence for a hang.
+                    await self._send(Loading(cache=service.device, phase=QUEUED))
             answer = await match()
         if not isinstance(answer, Evicted):
             return answer

@@ -17,14 +17,17 @@ from weightcached.vllm_compat.patching import wrap_once
 log = logging.getLogger("vllm.weightcached")
 
 CALL = "weightcached_guarded"
-# Methods of workers that our code refuses or fails on all ranks.
-METHODS = frozenset(
-    {
-        "weightcached_swap", "reload_weights", "sleep", "wake_up", "init_weight_transfer_engine",
-        "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update",
-        "reset_weights",
-    }
-)  # fmt: skip
+# Methods of workers that end in writes to the model's tensors.
+WRITERS = (
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "reset_weights",
+)
+# Those that our code refuses or fails on all ranks.
+METHODS = frozenset({"weightcached_swap", "reload_weights", "sleep", "wake_up", *WRITERS})
 
 
 def install() -> None:

@@ -36,6 +36,8 @@ class VllmName(NamedTuple):
 
 _LOADER = "vllm.model_executor.model_loader"
 _GROUPS = "vllm.distributed.parallel_state"
+_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.expert_map_manager"
 
 # Not imported by name: patched names, and names reached through an imported module or class.
@@ -49,11 +51,31 @@ REACHED = (
     VllmName("guarded", "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc"),
     VllmName("live", "vllm.v1.engine.core:EngineCore.collective_rpc"),
     VllmName("live", "vllm.v1.engine.core:EngineCore.reset_prefix_cache"),
+    VllmName("parked_start", "vllm.v1.engine.core:EngineCoreProc.run_busy_loop"),
+    VllmName("parked_start", "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop"),
+    VllmName("server", f"{_SERVER}:setup_server"),
+    VllmName("server", f"{_SERVER}:build_async_engine_client"),
+    VllmName("server", f"{_SERVER}:serve_http"),
+    VllmName("server", f"{_SERVER}:build_and_serve"),
     VllmName("solo_rank", f"{_LOADER}.base_loader:BaseModelLoader.create_model"),
     VllmName("solo_rank", f"{_GROUPS}:init_distributed_environment"),
     VllmName("solo_rank", f"{_GROUPS}:ensure_model_parallel_initialized"),
     VllmName("solo_rank", f"{_GROUPS}:init_model_parallel_group"),
     VllmName("solo_rank", f"{_GROUPS}:_node_count"),
+    VllmName("startup_plan", "vllm.v1.worker.startup_plan:compute_plan_fingerprint"),
+    VllmName("worker", f"{_WORKER}.sleep"),
+    VllmName("worker", f"{_WORKER}.wake_up"),
+    VllmName("worker", f"{_WORKER}.compile_or_warm_up_model"),
+    VllmName("worker", "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model"),
+    VllmName("worker", f"{_WORKER}._maybe_get_memory_pool_context"),
+    VllmName("worker", f"{_WORKER}.shutdown"),
+    VllmName("worker", f"{_WORKER}.reload_weights"),
+    VllmName("worker", f"{_WORKER}.init_weight_transfer_engine"),
+    VllmName("worker", f"{_WORKER}.start_weight_update"),
+    VllmName("worker", f"{_WORKER}.start_draft_weight_update"),
+    VllmName("worker", f"{_WORKER}.update_weights"),
+    VllmName("worker", f"{_WORKER}.finish_weight_update"),
+    VllmName("worker", f"{_WORKER}.reset_weights"),
 )
 # Optional: imported only if vLLM's own options ask for it, in another place in other releases, or
 # not needed in a release that lacks it.
@@ -62,6 +84,7 @@ OPTIONAL = frozenset(
         "vllm.device_allocator:alloc_conf",
         "vllm.model_executor.model_loader.utils:get_draft_load_config",
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+        "vllm.v1.worker.gpu_worker:Worker.reset_weights",
         "vllm.entrypoints.common.cli_args:make_arg_parser",
         "vllm.entrypoints.common.cli_args:validate_parsed_serve_args",
         "vllm.entrypoints.launchers.cli_args:make_arg_parser",

@@ -34,15 +34,6 @@ from weightcached.vllm_compat.patching import wrap_once
 
 log = logging.getLogger("vllm.weightcached")
 
-# Of the worker; each ends in writes to the model's tensors.
-_WRITERS = (
-    "init_weight_transfer_engine",
-    "start_weight_update",
-    "start_draft_weight_update",
-    "update_weights",
-    "finish_weight_update",
-    "reset_weights",
-)
 _REFUSAL = (
     "{} would write into weights that other engines map: use mode 'copy' "
     '(--model-loader-extra-config \'{{"mode": "copy"}}\'), or load the new weights into the daemon '
@@ -81,7 +72,7 @@ def install(
     wrap_once(worker, "_maybe_get_memory_pool_context", _memory_pool)
     wrap_once(worker, "shutdown", _shutdown)
     wrap_once(worker, "reload_weights", lambda original: _reload(original, reload_weights))
-    for name in _WRITERS:
+    for name in guarded.WRITERS:
         wrap_once(worker, name, _refusing)
     if worker is not None:
         worker.weightcached_prepare_swap = prepare_swap
