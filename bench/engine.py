@@ -137,15 +137,8 @@ def until(
     return found
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def free_ports(count: int) -> int:
-    """The first of so many ports that nobody has now."""
+    """The first of so many ports of 127.0.0.1 that nobody has now, below those that the kernel gives out."""
     # Each run begins elsewhere: two may share a machine.
     for first in range(18800 + os.getpid() % 3000 * count, 32000, count):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):

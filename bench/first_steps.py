@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.checkpoints import llama_config, write_checkpoint  # noqa: E402
-from bench.engine import Process, free_port, until  # noqa: E402
+from bench.engine import Process, free_ports, until  # noqa: E402
 from bench.harness import ENGINE_ENVIRONMENT  # noqa: E402
 from tests.package import copy_tree, environment_with_vllm  # noqa: E402
 from tests.systemd.manager import PrivateManager  # noqa: E402
@@ -41,8 +41,9 @@ COMMANDS = (
     "weightcachectl add ~/models/tiny --start --enforce-eager",
     "vllm serve ~/models/tiny --enforce-eager --load-format ipc_cache",
 )
-START_TIMEOUT_S = 300.0
-COMMAND_TIMEOUT_S = 300.0
+# Nothing is held to these times: the machine may be busy.
+START_TIMEOUT_S = 900.0
+COMMAND_TIMEOUT_S = 900.0
 # The index is this environment, which has what the package needs. pip reads the second as: no isolation.
 _PIP = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "1"}
 # vLLM's command of this environment. That of the CPU build asks for the version of a package named vllm, and ends.
@@ -119,7 +120,7 @@ def _first_steps(shell: Shell, tree: Path, base: Path) -> None:
         fail(f"the line that attaches is {shell.shown(printed)!r}, expected {COMMANDS[3]!r}")
     click.secho(f"$ {COMMANDS[3]}", bold=True)
     # The port is the machine's matter: others may have 8000.
-    port = free_port()
+    port = free_ports(1)
     words = [*shlex.split(printed), "--port", str(port)]
     elsewhere = ["/usr/bin/env", f"--chdir={shell.home}"]
     engine = Process([*elsewhere, *words], base / "engine.log", **shell.env)
@@ -178,7 +179,7 @@ def _words_of(port: int, model: Path) -> str:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )  # fmt: skip
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as reply:
         return str(json.load(reply)["choices"][0]["text"]).strip()
 
 

@@ -42,7 +42,7 @@ def both(case: dict[str, Any], rank: int, port: int) -> list[dict[str, list[Any]
         device=f"cpu{rank}", cache=f"{case['name']}/{case['role']}", role=case["role"], generation=1, spec_digest="",
         engine=case["engine"], rank=rank, boot_id="", socket_fd=0,
     )  # fmt: skip
-    meeting = Meeting(host="127.0.0.1", port=port, timeout_s=120, devices=["cpu0", "cpu1"])
+    meeting = Meeting(host="127.0.0.1", port=port, timeout_s=900, devices=["cpu0", "cpu1"])
     return [load(job, meeting), load(job, None)]
 
 

@@ -1,7 +1,7 @@
 """One of two tensor-parallel ranks: real vLLM groups over gloo, the plug-in, and a scripted daemon
 of this rank's own.
 
-    python -m tests.engine.ranks RANK PORT CHECKPOINT
+    python -m tests.engine.ranks RANK STORE CHECKPOINT
 
 {"case": name, "options": {…}}: bring about one of fallbacks.CASES, or "ready", on this rank; then both questions.
 """
@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 
 from tests.engine.answers import open_channel
@@ -33,9 +34,9 @@ def brought_about(process: Process, case: str) -> Iterator[None]:
 def main() -> None:
     """Answer questions until standard input ends."""
     say = open_channel()
-    rank, port, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, store, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     # vLLM's workers agree on this; it names the memory that its own collectives share.
-    os.environ["VLLM_DIST_IDENT"] = port
+    os.environ["VLLM_DIST_IDENT"] = str(zlib.crc32(store.encode()))
     process = Process(model, rank_here=rank, world_size=WORLD_SIZE)
 
     from vllm.config import set_current_vllm_config
@@ -43,7 +44,7 @@ def main() -> None:
 
     with set_current_vllm_config(process.config):
         parallel_state.init_distributed_environment(
-            WORLD_SIZE, rank, f"tcp://127.0.0.1:{port}", rank, "gloo"
+            WORLD_SIZE, rank, f"file://{store}", rank, "gloo"
         )
         parallel_state.ensure_model_parallel_initialized(WORLD_SIZE, 1, backend="gloo")
         for line in sys.stdin:

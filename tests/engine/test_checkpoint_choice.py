@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.conftest import ANSWER_TIMEOUT_S
 from weightcached.checkpoint.identity import record_checkpoint
 from weightcached.errors import CheckpointError
 
@@ -84,7 +85,9 @@ def read_by_vllm(made: Path) -> dict[tuple[str, str], list[str]]:
     cases = list(itertools.product(LAYOUTS, FORMATS))
     questions = json.dumps([(str(made / layout), load_format) for layout, load_format in cases])
     command = [sys.executable, "-c", ASK_VLLM, str(made / "answers.json")]
-    subprocess.run(command, input=questions.encode(), check=True, timeout=240, capture_output=True)
+    subprocess.run(
+        command, input=questions.encode(), check=True, timeout=ANSWER_TIMEOUT_S, capture_output=True
+    )
     return dict(zip(cases, json.loads((made / "answers.json").read_text()), strict=True))
 
 

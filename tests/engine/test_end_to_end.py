@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests import limits
-from tests.engine.conftest import ANSWER_TIMEOUT_S, READY_TIMEOUT_S, ROOT, Engines, Service
+from tests.engine.conftest import READY_TIMEOUT_S, Engines, Service, run_tree
+from tests.fakes.daemon import until
 
 UNIT = "weightcached@{}.service"
 
@@ -82,19 +82,22 @@ def test_tokens_are_those_of_a_load_from_disk_before_and_after_crash_and_restart
         assert service.caches("cpu0")[0]["source"] == "adopted"
         assert service.ctl("verify").returncode == 0
         engines.ask(close=True)
-        daemon = service.pid("cpu0")
-        assert memfds(daemon) == cache["segments"] + 1
-        assert memfds(service.manager.pid) == manager_before + cache["segments"] + 1
-    assert memfds(service.manager.pid) == manager_before, "stop frees the segments"
+        daemon, held = service.pid("cpu0"), cache["segments"] + 1
+        until(lambda: memfds(daemon) == held, "nothing but what is served is open")
+        until(
+            lambda: memfds(service.manager.pid) == manager_before + held, "the manager has the same"
+        )
+    until(lambda: memfds(service.manager.pid) == manager_before, "stop frees the segments")
     assert not Path(f"/proc/{daemon}").exists()
 
 
 def rejoined(service: Service, engines: Engines) -> None:
     """Wait until the running engine has its lease with the new daemon."""
-    deadline_s = time.monotonic() + READY_TIMEOUT_S
-    while [e["pid"] for e in service.caches("cpu0")[0]["engines"]] != [engines.process.pid]:
-        assert time.monotonic() < deadline_s, "the engine did not rejoin the restarted daemon"
-        time.sleep(0.1)
+    until(
+        lambda: [e["pid"] for e in service.caches("cpu0")[0]["engines"]] == [engines.process.pid],
+        "the engine has rejoined the restarted daemon",
+        bound_s=READY_TIMEOUT_S,
+    )
 
 
 def test_engine_on_a_fine_tune_of_the_cached_model_loads_its_own_weights(
@@ -263,16 +266,11 @@ def generate(
     service: Service, model: Path, load_format: str, engine: dict[str, Any]
 ) -> tuple[Any, str]:
     """One engine with its own processes, as `vllm serve` would have them: (tokens, log)."""
-    command = [sys.executable, "bench/generate.py", str(model), "--load-format", load_format]
-    done = subprocess.run(
-        [*command, "--engine", json.dumps(engine)],
+    command = [sys.executable, "-m", "tests.engine.forking", "bench/generate.py", str(model)]
+    done = run_tree(
+        [*command, "--load-format", load_format, "--engine", json.dumps(engine)],
         # One core for each rank: left alone, vLLM wants a NUMA node for each.
-        env=service.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=ANSWER_TIMEOUT_S,
+        service.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     # The cause stands above what follows from it.
@@ -323,7 +321,8 @@ def test_tokens_are_those_of_a_load_from_disk_after_a_start_from_a_snapshot_and_
 
 
 def until_written(service: Service) -> None:
-    deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
-    while service.caches("cpu0")[0]["snapshot"] != "written":
-        assert time.monotonic() < deadline_s, service.caches("cpu0")
-        time.sleep(0.2)
+    until(
+        lambda: service.caches("cpu0")[0]["snapshot"] == "written",
+        "the snapshot is written",
+        bound_s=READY_TIMEOUT_S,
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -19,6 +20,8 @@ from weightcached.vllm_compat.server import VllmEngine
 from weightcached.wire.engine_job import Job
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+# Above what a busy machine needs; nothing is held to it.
+BOUND_S = 120
 
 
 class Client:
@@ -42,12 +45,20 @@ class Client:
         return False
 
 
-async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answers GET / at once and GET /slow after a moment."""
+class Slow:
+    """GET /slow: `begun` once it is under way, answered once `gate` is open."""
+
+    def __init__(self) -> None:
+        self.begun, self.gate = asyncio.Event(), asyncio.Event()
+
+
+async def application(slow: Slow, scope: Any, receive: Any, send: Any) -> None:
+    """Answers GET / at once."""
     if scope["type"] != "http":
         return
     if scope["path"] == "/slow":
-        await asyncio.sleep(0.3)
+        slow.begun.set()
+        await slow.gate.wait()
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
     )
@@ -59,7 +70,11 @@ async def running(
     directory: Path, *, sleeps: bool = False, asleep: bool = False
 ) -> AsyncIterator[Any]:
     """An engine, and its public address."""
-    config = uvicorn.Config(application, log_level="error", lifespan="off", timeout_keep_alive=1)
+    slow = Slow()
+    config = uvicorn.Config(
+        functools.partial(application, slow), log_level="error", lifespan="off",
+        interface="asgi3", timeout_keep_alive=BOUND_S,
+    )  # fmt: skip
     config.load()
     server = uvicorn.Server(config)
     private = socket.socket(socket.AF_UNIX)
@@ -73,7 +88,7 @@ async def running(
     client = Client(sleeps=sleeps)
     engine = VllmEngine(job, client, server, serving, asleep=asleep, free=0)
     with socket.create_server(("127.0.0.1", 0)) as public:
-        yield SimpleNamespace(engine=engine, public=public, client=client)
+        yield SimpleNamespace(engine=engine, public=public, client=client, slow=slow, config=config)
     await engine.stop_accepting(0.1)
     server.should_exit = True
     await serving
@@ -81,7 +96,7 @@ async def running(
 
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str = "/") -> bytes:
     writer.write(REQUEST.replace(b"GET /", b"GET " + path.encode()))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(BOUND_S):
         return await reader.readuntil(b"ok")
 
 
@@ -89,20 +104,31 @@ async def connect(found: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
     return await asyncio.open_connection(*found.public.getsockname())
 
 
+def keep_alive_of_all(found: Any, seconds: int) -> None:
+    """How long its connections may be idle, from their next answer on."""
+    for protocol in found.engine._server.server_state.connections:
+        protocol.timeout_keep_alive = seconds
+
+
 async def _drains(directory: Path) -> None:
     async with running(directory) as found:
         await found.engine.accept_on(found.public.dup())
         kept, idle, busy = [await connect(found) for _ in range(3)]
-        for connection in (kept, idle):
-            assert b"connection: close" not in await ask(*connection)
+        assert b"connection: close" not in await ask(*kept)
         answer = asyncio.ensure_future(ask(*busy, "/slow"))
-        await asyncio.sleep(0.1)
-        stopping = asyncio.ensure_future(found.engine.stop_accepting(10))
-        await asyncio.sleep(0.05)
+        await found.slow.begun.wait()
+        # Each answer begins the keep-alive time of its connection.
+        keep_alive_of_all(found, 1)
+        assert b"connection: close" not in await ask(*idle)
+        keep_alive_of_all(found, BOUND_S)
+        stopping = asyncio.ensure_future(found.engine.stop_accepting(BOUND_S))
+        # It has taken the first step: nobody else is accepted.
+        await asyncio.sleep(0)
         later = await connect(found)
         later[1].write(REQUEST)
         assert b"connection: close" in await ask(*kept), "one more answer, and then it is closed"
         assert await kept[0].read() == b""
+        found.slow.gate.set()
         assert b"connection: close" in await answer, "the request under way ends"
         assert await idle[0].read() == b"", "closed after the keep-alive time"
         assert await stopping == 0
@@ -110,7 +136,7 @@ async def _drains(directory: Path) -> None:
             async with asyncio.timeout(0.2):
                 await later[0].read(1)
         await found.engine.accept_on(found.public.dup())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(BOUND_S):
             head = await later[0].readuntil(b"ok")
         assert b"connection: close" not in head, "who connected meanwhile has waited"
         for _, writer in (kept, idle, busy, later):

@@ -23,6 +23,8 @@ from tests.fakes.daemon import free_port, until
 
 UNIT = "weightcached-engine@chat.service"
 KEY = "secret"
+# Above what a busy machine needs for a step, or one that works would be killed.
+HANG_S = 30
 # Eight ids: of four, vLLM 0.32 dies of SIGILL on processors with AMX, in its attention kernel.
 PROMPT = [3, 14, 25, 36, 47, 58, 69, 80]
 
@@ -45,7 +47,7 @@ class Chat:
     def write(self, **arguments: Any) -> None:
         self.arguments |= arguments
         entry = {
-            "name": "chat", "model": "tiny", "listen": f"127.0.0.1:{self.port}", "hang_s": 20,
+            "name": "chat", "model": "tiny", "listen": f"127.0.0.1:{self.port}", "hang_s": HANG_S,
             "arguments": self.arguments,
         }  # fmt: skip
         path = self.service.manager.config_dir / "weightcached/manifest.yaml"
@@ -212,11 +214,18 @@ def test_killed_core_brings_the_parked_engine(chat: Chat) -> None:
     with Loop(chat) as loop:
         victims = [pid for pid in chat.members(number) if pid != head]
         os.kill(_process_of(victims, "core"), signal.SIGKILL)
+        until(
+            lambda: chat.status()["generation"] not in (0, number),
+            "another serves",
+            bound_s=ANSWER_TIMEOUT_S,
+        )
         loop.until_next()
-        assert chat.status()["generation"] != number
     assert loop.refused == []
     assert len(loop.failed) <= 1, "only the request under way"
-    assert not [pid for pid in victims if os.path.exists(f"/proc/{pid}/exe")], "nothing is left"
+    until(
+        lambda: not [pid for pid in victims if os.path.exists(f"/proc/{pid}/exe")],
+        "nothing is left",
+    )
 
 
 def _process_of(pids: list[int], part: str) -> int:
@@ -236,7 +245,11 @@ def test_hung_process_is_replaced(chat: Chat, part: str) -> None:
     # A worker that hangs is noticed when it should compute.
     with Loop(chat) as loop:
         os.kill(pid, signal.SIGSTOP)
-        until(lambda: chat.status()["generation"] not in (0, number), "another serves", bound_s=90)
+        until(
+            lambda: chat.status()["generation"] not in (0, number),
+            "another serves",
+            bound_s=ANSWER_TIMEOUT_S,
+        )
         loop.until_next()
     assert loop.refused == []
     assert len(loop.failed) <= 1, "only the request under way"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 BESIDE = {"waiting for tiny/target: weights, 0.0 of 0.0 MiB", "attaching failed"}
 
 
+def plain(text: str) -> str:
+    """Without the time for which a load stood still: a busy machine looks later."""
+    return re.sub(r"(of \d+ bytes for) \d+ s;", r"\1 0 s;", text)
+
+
 class Plugin:
     """The process with vLLM, the plug-in and the scripted daemon (fallbacks.py)."""
 
@@ -179,7 +185,7 @@ def test_reason_is_logged_once_and_counted_and_the_model_loads_from_disk(
     for load_format, extra in (("auto", {}), ("user_disk", {"a": 1})):
         answer = plugin.case(name, fallback_load_format=load_format, fallback_extra_config=extra)
         assert answer.get("loaded") == [load_format, extra], answer
-        assert [line for line in answer["log"] if line not in BESIDE] == [
+        assert [plain(line) for line in answer["log"] if line not in BESIDE] == [
             f"loading from disk ({load_format}): {text}"
         ]
         assert answer["counted"] == {code: 1}
@@ -193,7 +199,8 @@ def test_reason_is_raised_and_counted_where_fallback_is_off(plugin: Plugin, name
     code, kind, text = REASONS[name]
     for load_format in ("auto", "user_disk"):
         answer = plugin.case(name, fallback=False, fallback_load_format=load_format)
-        assert answer.get("error") == [kind, text], answer
+        assert "error" in answer, answer
+        assert [plain(words) for words in answer["error"]] == [kind, text]
         assert [line for line in answer["log"] if line not in BESIDE] == []
         assert answer["counted"] == {code: 1}
         limits.hold("processor time until it falls back", answer["cpu_seconds"], CPU_LIMIT_S)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from bench.first_steps import COMMANDS
+from tests.engine.conftest import ANSWER_TIMEOUT_S, ROOT, run_tree
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.mark.timeout(900)
 def test_four_commands_lead_to_an_engine_that_has_attached() -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "bench/first_steps.py"], env=env, cwd=ROOT, capture_output=True,
-        text=True, check=False, timeout=850,
-    )  # fmt: skip
+    done = run_tree(
+        [sys.executable, ROOT / "bench/first_steps.py"], env, timeout_s=2 * ANSWER_TIMEOUT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     typed = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.checkpoints import llama_config, with_experts, write_checkpoint
-from tests.engine.conftest import ANSWER_TIMEOUT_S, ROOT, Engines, Service
+from tests.engine.conftest import ANSWER_TIMEOUT_S, Engines, Service, run_tree
 from tests.engine.replicas import PROMPTS, TOKENS
 
 # Engine arguments by model. In float32, because the ranks of a mixture add partial sums, and in
@@ -73,14 +72,14 @@ def attached(serving: Service, models: dict[str, Path]) -> tuple[dict[str, Any],
         }}
         for name, layout in LAYOUTS.items()
     ]  # fmt: skip
-    done = subprocess.run(
+    done = run_tree(
         [sys.executable, "-m", "tests.engine.replicas"],
-        input="".join(json.dumps(question) + "\n" for question in questions),
         # One core for each rank, as far as there are any: left alone, vLLM wants a NUMA node for
         # each.
-        env=serving.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1|0|1"},
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * ANSWER_TIMEOUT_S,
-    )  # fmt: skip
+        serving.env | {"VLLM_CPU_OMP_THREADS_BIND": "0|1|0|1"},
+        stdin="".join(json.dumps(question) + "\n" for question in questions),
+        timeout_s=2 * ANSWER_TIMEOUT_S,
+    )
     answers = [
         line.removeprefix("ANSWER ")
         for line in done.stdout.splitlines()
@@ -90,7 +89,6 @@ def attached(serving: Service, models: dict[str, Path]) -> tuple[dict[str, Any],
     return dict(zip(LAYOUTS, map(json.loads, answers), strict=True)), done.stderr
 
 
-@pytest.mark.timeout(3 * ANSWER_TIMEOUT_S)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_replica_decodes_as_one_rank_from_disk(
     engines: Engines, attached: tuple[dict[str, Any], str], models: dict[str, Path], name: str

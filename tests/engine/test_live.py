@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -58,7 +59,11 @@ def test_each_swap_brings_the_tokens_of_its_generation(
         name = ("untied", "tuned")[number % 2 == 0]
         if number <= 3:
             # From here on each is restored, which takes a tenth of the time of a load.
-            until(lambda: service.caches("cpu0")[0]["snapshot"] == "written", "a snapshot")
+            until(
+                lambda: service.caches("cpu0")[0]["snapshot"] == "written",
+                "a snapshot",
+                bound_s=READY_TIMEOUT_S,
+            )
         write(service, models[name])
         service.ctl("reload")
         said = mapped.ask(call="swap")["result"]
@@ -66,11 +71,15 @@ def test_each_swap_brings_the_tokens_of_its_generation(
         assert mapped.ask(again=True)["tokens"] == answers[name], f"generation {number}"
         assert mapped.ask(call="mapped_generations")["result"] == said["generations"]
     assert mapped.ask(call="mapped_bytes")["result"] == nbytes
-    # Nothing is left of the generations before.
-    (device,) = json.loads(service.ctl("status", "--json").stdout)["devices"]
-    assert device["old_generations"] == []
-    assert [e["generation"] for e in device["caches"][0]["engines"]] == [SWAPS + 1]
+    until(lambda: held(service) == ([], [SWAPS + 1]), "nothing is left of the generations before")
     assert service.ctl("verify").returncode == 0
+
+
+def held(service: Service, device: str = "cpu0") -> tuple[list[Any], list[int]]:
+    """Old generations, and those of the engines on the newest."""
+    document = json.loads(service.ctl("status", device, "--json").stdout)
+    (found,) = document["devices"]
+    return found["old_generations"], [e["generation"] for e in found["caches"][0]["engines"]]
 
 
 def test_killed_daemon_and_loader_leave_the_engine_on_one_generation(
@@ -84,9 +93,10 @@ def test_killed_daemon_and_loader_leave_the_engine_on_one_generation(
     service.manifest(entry("m", models[other], "cpu0", **BF16, seed=1))
     reload = threading.Thread(target=lambda: service.ctl("reload", check=False))
     reload.start()
-    until(lambda: bool(loaders_of(service.pid("cpu0"))), "a loader", bound_s=READY_TIMEOUT_S)
-    for pid in loaders_of(service.pid("cpu0")):
-        os.kill(pid, signal.SIGKILL)
+    daemon = service.pid("cpu0")
+    until(lambda: any(map(loads, loaders_of(daemon))), "a loader", bound_s=READY_TIMEOUT_S)
+    (loader,) = filter(loads, loaders_of(daemon))
+    os.kill(loader, signal.SIGKILL)
     reload.join()
     assert not mapped.ask(call="swap")["result"]["changed"]
     assert mapped.ask(again=True)["tokens"] == answers[name]
@@ -105,6 +115,7 @@ def test_killed_daemon_and_loader_leave_the_engine_on_one_generation(
     until(
         lambda: [e["generation"] for e in service.caches("cpu0")[0]["engines"]] == [newer],
         "the engine has rejoined",
+        bound_s=READY_TIMEOUT_S,
     )
 
     # No daemon at all.
@@ -113,6 +124,13 @@ def test_killed_daemon_and_loader_leave_the_engine_on_one_generation(
     assert said.startswith("WeightCacheUnavailableError: "), said
     assert mapped.ask(call="mapped_generations")["result"] == {"m/target": newer}
     assert mapped.ask(again=True)["tokens"] == answers[other]
+
+
+def loads(pid: int) -> bool:
+    """Whether it is a loader: what the daemon has just forked still has the daemon's name."""
+    with contextlib.suppress(OSError):
+        return b"weightcached.loader" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def test_ranks_swap_together_or_not_at_all(
@@ -144,10 +162,10 @@ def test_ranks_swap_together_or_not_at_all(
         assert engines.ask(call="swap")["result"]["changed"]
         assert engines.ask(call="generations_of_ranks")["result"] == [{"m/target": 2}] * 2
         assert engines.ask(again=True)["tokens"] != before
-        assert [
-            [e["generation"] for e in service.caches(device)[0]["engines"]]
-            for device in ("cpu0", "cpu1")
-        ] == [[2], [2]]
+        until(
+            lambda: [held(service, device)[1] for device in ("cpu0", "cpu1")] == [[2], [2]],
+            "both daemons have seen it",
+        )
         engines.ask(close=True)
     finally:
         engines.close()

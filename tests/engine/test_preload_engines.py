@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, READY_TIMEOUT_S, ROOT, Engines, Service
+from tests.fakes.daemon import until
 from weightcached.errors import WeightcachedError
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Status, StatusReply
@@ -18,8 +18,8 @@ from weightcached.wire.messages import Status, StatusReply
 
 def status(socket: Path) -> StatusReply | None:
     try:
-        with Connection.connect(socket, timeout_s=5, purpose="ctl") as connection:
-            reply = connection.request(Status(), 5)
+        with Connection.connect(socket, timeout_s=READY_TIMEOUT_S, purpose="ctl") as connection:
+            reply = connection.request(Status(), READY_TIMEOUT_S)
     except WeightcachedError:
         return None
     assert isinstance(reply, StatusReply)
@@ -124,13 +124,16 @@ def test_engine_maps_what_was_preloaded_before_and_after_a_daemons_death(
             before = status(directory / "cpu0.sock")
             assert before
             os.kill(before.pid, signal.SIGKILL)
-            deadline_s = time.monotonic() + READY_TIMEOUT_S
-            while (after := status(directory / "cpu0.sock")) is None or after.pid == before.pid:
-                assert time.monotonic() < deadline_s, "the daemon was not started again"
-                time.sleep(0.05)
-            assert [(c.source, c.generation, c.state) for c in after.caches] == [
-                ("adopted", 1, "ready")
-            ]
+            pid = before.pid
+
+            def started_again() -> bool:
+                after = status(directory / "cpu0.sock")
+                return after is not None and after.pid != pid and after.state == "ready"
+
+            until(started_again, "the daemon was started again", bound_s=READY_TIMEOUT_S)
+            after = status(directory / "cpu0.sock")
+            assert after
+            assert [(c.source, c.generation) for c in after.caches] == [("adopted", 1)]
             assert engines.tokens(model, "ipc_cache", loader=loader) == disk
             engines.ask(close=True)
         finally:

@@ -15,7 +15,6 @@ import pytest
 
 from bench.checkpoints import llama_config, write_checkpoint
 from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
-from tests.fakes.daemon import free_port
 
 # The fault of one rank, from the first step to the last, and the code of its reason.
 FAULTS = {
@@ -35,18 +34,21 @@ FAULTS = {
 }
 WHILE_BINDING = ("unsupported-quantization", "unforeseen-while-binding")
 OPTIONS = {"fallback_load_format": "user_disk", "state_timeout_s": 0.3}
+# Without a daemon an engine that may not fall back waits for one.
+OPTIONS_OF = {"absent-daemon": {"connect_timeout_s": 0.3}}
 
 
 class Ranks:
     """Both ranks' processes."""
 
     def __init__(self, model: Path, base: Path) -> None:
-        port = str(free_port())
+        # Where they meet: until both have imported vLLM, a port could be somebody else's.
+        store = str(base / "store")
         self._logs = [base / f"log-{rank}" for rank in (0, 1)]
         self.processes = []
         for rank, path in enumerate(self._logs):
             with open(path, "w", encoding="utf-8") as log:
-                command = [sys.executable, "-m", "tests.engine.ranks", str(rank), port, str(model)]
+                command = [sys.executable, "-m", "tests.engine.ranks", str(rank), store, str(model)]
                 self.processes.append(
                     subprocess.Popen(
                         command, env=os.environ | ENVIRONMENT, cwd=ROOT, text=True, stdin=subprocess.PIPE,
@@ -58,7 +60,8 @@ class Ranks:
         """One case a rank; the answers in order."""
         for process, case in zip(self.processes, cases, strict=True):
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"case": case, "options": OPTIONS | options}) + "\n")
+            question = {"case": case, "options": OPTIONS | OPTIONS_OF.get(case, {}) | options}
+            process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
         return [self._answer(rank) for rank in (0, 1)]
 

@@ -5,13 +5,13 @@ other, restored from snapshots.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 from tests.engine.conftest import READY_TIMEOUT_S, Engines, Service
 from tests.engine.test_end_to_end import UNIT, entry
 from tests.fakes.client import Client
+from tests.fakes.daemon import until
 from weightcached.wire.fetch import fetch_index
 
 # bfloat16 and float32; a budget for either, not for both.
@@ -54,6 +54,7 @@ def test_tokens_are_those_from_disk_after_eviction_and_restore(
         assert f"tied/target is in use by pid {engines.process.pid}" in refused.stderr
         assert engines.ask(again=True)["tokens"] == disk["tied"]
         engines.ask(close=True)
+        until(lambda: not cache(service, "tied")["engines"], "it has left")
         assert service.ctl("evict", "tied").stdout == "cpu0 tied/target: evicted\n"
         assert attached_tokens(engines, models, "tied") == disk["tied"]
         engines.ask(close=True)
@@ -97,7 +98,8 @@ def cache(service: Service, name: str) -> dict[str, Any]:
 
 
 def written(service: Service, name: str) -> None:
-    deadline_s = time.monotonic() + READY_TIMEOUT_S
-    while (found := cache(service, name)["snapshot"]) != "written":
-        assert time.monotonic() < deadline_s, f"no snapshot of {name}: {found}"
-        time.sleep(0.1)
+    until(
+        lambda: cache(service, name)["snapshot"] == "written",
+        f"a snapshot of {name}",
+        bound_s=READY_TIMEOUT_S,
+    )

@@ -50,9 +50,6 @@ class Tuned(DaemonProcess):
         return {cache: Path(path) for cache, path in (line.split(" ", 1) for line in lines)}
 
 
-pytestmark = pytest.mark.timeout(3 * ANSWER_TIMEOUT_S)
-
-
 @pytest.fixture(scope="module")
 def tuned() -> Iterator[Tuned]:
     base = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))

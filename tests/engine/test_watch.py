@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.checkpoints import llama_config, write_checkpoint
-from tests.engine.conftest import ENVIRONMENT, ROOT
+from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT
 from tests.fakes.drafts import Maker, Shape, write_eagle3, write_llama, write_mtp
 
 INDEX = "model.safetensors.index.json"
@@ -133,7 +133,7 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str,
     ]  # fmt: skip
     done = subprocess.run(
         command, input=json.dumps(cases).encode(), env=os.environ | ENVIRONMENT, cwd=ROOT,
-        capture_output=True, timeout=280, check=False,
+        capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     seen = list(opened(trace, str(base)))

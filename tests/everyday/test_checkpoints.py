@@ -237,7 +237,10 @@ def moved_hub(tmp_path: Path, model: Path) -> Iterator[tuple[Hub, dict[str, str]
     """
     cache = tmp_path / "hub"
     with Hub(REPO) as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+        environment = {
+            "HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0",
+            "HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120",
+        }  # fmt: skip
         hub.push(commit_of("old"), model)
         _download(environment)
         hub.push(

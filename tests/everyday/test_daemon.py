@@ -12,9 +12,17 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import ANSWER_TIMEOUT_S
 from tests.fakes import pauses
 from tests.fakes.checkpoints import key_of
-from tests.fakes.daemon import LOADER, DaemonProcess, environment, model, until, write_manifest
+from tests.fakes.daemon import (
+    LOADER,
+    DaemonProcess,
+    environment,
+    model,
+    until,
+    write_manifest,
+)
 from tests.fakes.pauses import Pauses
 from tests.process.conftest import Engine
 from tests.process.test_host_faults import memory_cgroup
@@ -31,7 +39,6 @@ from weightcached.wire.messages import (
 )
 
 Launcher = Callable[..., DaemonProcess]
-BOUND_S = 30.0
 
 
 def ctl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -41,7 +48,7 @@ def ctl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
         env=environment(**(env or {})),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=ANSWER_TIMEOUT_S,
         check=False,
     )
 

@@ -20,7 +20,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import ANSWER_TIMEOUT_S, ENVIRONMENT, ROOT, Engines, checkpoint
+from tests.engine.conftest import (
+    ANSWER_TIMEOUT_S,
+    ENVIRONMENT,
+    READY_TIMEOUT_S,
+    ROOT,
+    Engines,
+    checkpoint,
+)
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 
 # They load with vLLM.
@@ -49,7 +56,9 @@ class BudgetEngine:
         """Start one on this device, with the plug-in's `options`."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        options = {"socket_dir": str(self._socket_dir), "connect_timeout_s": 1.0} | options
+        options = {
+            "socket_dir": str(self._socket_dir), "connect_timeout_s": READY_TIMEOUT_S, **options
+        }  # fmt: skip
         question = {
             "total": device.total, "free": device.free, "utilization": utilization, "options": options
         }  # fmt: skip
@@ -91,12 +100,16 @@ class Setup:
         self.daemon = DaemonProcess(base, entries)
         self.daemon.loader_command = None
         self.daemon.env = ENVIRONMENT
-        self.daemon.launch()
-        self.engines = {
-            name: BudgetEngine(self.paths[name], base / f"{name}.log", self.daemon.runtime)
-            for name in ("small", "other")
-        }
-        until(self.daemon.is_ready, "both models are resident", bound_s=ANSWER_TIMEOUT_S)
+        self.engines: dict[str, BudgetEngine] = {}
+        try:
+            self.daemon.launch()
+            for name in ("small", "other"):
+                log = base / f"{name}.log"
+                self.engines[name] = BudgetEngine(self.paths[name], log, self.daemon.runtime)
+            until(self.daemon.is_ready, "both models are resident", bound_s=ANSWER_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
         self.resident = {cache.name: cache.bytes for cache in self.daemon.status().caches}
 
     @property
@@ -195,7 +208,7 @@ def test_engine_that_asks_while_the_daemon_restarts_waits_for_it_and_maps(servin
     serving.daemon.signal(signal.SIGKILL)
     serving.daemon.wait()
     serving.daemon.launch(keep_store=True)
-    answer = serving.engines["small"].start(serving.device, connect_timeout_s=20.0)
+    answer = serving.engines["small"].start(serving.device)
     assert_started_within_the_utilization(answer, serving.device)
     assert not [line for line in answer["log"] if line.startswith("loading from disk")]
 
@@ -203,7 +216,7 @@ def test_engine_that_asks_while_the_daemon_restarts_waits_for_it_and_maps(servin
 def test_engine_beside_memory_of_a_daemon_that_is_away_starts(serving: Setup) -> None:
     serving.daemon.signal(signal.SIGKILL)
     serving.daemon.wait()
-    answer = serving.engines["small"].start(serving.device)
+    answer = serving.engines["small"].start(serving.device, connect_timeout_s=1.0)
     assert_started_within_the_utilization(answer, serving.device)
     assert answer["external"] == sum(serving.resident.values())
     assert any("no weightcached daemon listens" in line for line in answer["log"])
@@ -214,7 +227,7 @@ def test_engine_beside_memory_of_a_daemon_that_is_away_starts(serving: Setup) ->
 def test_engine_that_may_not_fall_back_waits_for_the_daemon(serving: Setup) -> None:
     assert serving.daemon.stop() == 0
     serving.daemon.launch(keep_store=True)
-    answer = serving.engines["small"].start(serving.device, connect_timeout_s=20.0, fallback=False)
+    answer = serving.engines["small"].start(serving.device, fallback=False)
     assert_started_within_the_utilization(answer, serving.device)
 
 
@@ -222,24 +235,30 @@ def test_load_beside_an_engine_that_starts_waits_for_the_end_of_its_start(
     serving: Setup, engines: Engines
 ) -> None:
     options = {"socket_dir": str(serving.daemon.runtime), "fallback": False}
-    engines.send(
-        engine={"model": str(serving.paths["small"]), "load_format": "ipc_cache", "model_loader_extra_config": options}
-    )  # fmt: skip
     before = len(serving.daemon.log)
 
     def news() -> str:
         return serving.daemon.log[before:]
 
+    engines.send(
+        engine={"model": str(serving.paths["small"]), "load_format": "ipc_cache", "model_loader_extra_config": options}
+    )  # fmt: skip
     until(lambda: "attached pid=" in news(), "the engine attaches", bound_s=ANSWER_TIMEOUT_S)
+    # Its start goes on once the daemon has been asked to load.
+    engines.process.send_signal(signal.SIGSTOP)
     names = ("small", "large", "other")
     write_manifest(
         serving.daemon.manifest, [model(name, serving.paths[name], **ENGINE) for name in names]
     )
     serving.daemon.signal(signal.SIGHUP)
-    until(
-        lambda: "load waits for engines that measure memory cache=other/target" in news(),
-        "it waits",
-    )
+    try:
+        until(
+            lambda: "load waits for engines that measure memory cache=other/target" in news(),
+            "it waits",
+            bound_s=READY_TIMEOUT_S,
+        )
+    finally:
+        engines.process.send_signal(signal.SIGCONT)
     assert "tokens" in engines.answer()
     until(serving.daemon.is_ready, "the third model is resident", bound_s=ANSWER_TIMEOUT_S)
     # Not because the engine's process had ended: it serves.

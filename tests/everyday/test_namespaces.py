@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.fakes.checkpoints import key_of
-from tests.fakes.client import Client
+from tests.fakes.client import ANSWER_TIMEOUT_S, Client
 from tests.fakes.daemon import ROOT, DaemonProcess, environment, model
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Attach, Drop, Ready, Refused
@@ -25,10 +25,11 @@ def test_engines_that_the_daemon_cannot_see_are_told_apart(
     daemon.start()
     key = key_of({"model": str(checkpoint)})
     engines = [
-        Connection.connect(daemon.socket, timeout_s=20.0, purpose="engine") for _ in range(2)
+        Connection.connect(daemon.socket, timeout_s=ANSWER_TIMEOUT_S, purpose="engine")
+        for _ in range(2)
     ]
     for engine in engines:
-        assert isinstance(engine.request(Attach(key=key), 20.0), Ready)
+        assert isinstance(engine.request(Attach(key=key), ANSWER_TIMEOUT_S), Ready)
     (cache,) = daemon.status().caches
     assert [engine.pid for engine in cache.engines] == [0, 0]
     label = cache.engines[0].label

@@ -15,23 +15,22 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import BIN, ENVIRONMENT
+from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, ENVIRONMENT
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
 from tests.fakes.drafts import Maker, Shape, write_llama
 from tests.process.test_host_faults import memory_cgroup
 from tests.process.test_snapshots import reload
+from weightcached.config.rendezvous import MAX_TIMEOUT_S
 from weightcached.wire.fetch import fetch_index
 
 # They load with vLLM.
 pytestmark = pytest.mark.slow
-
-pytestmark = pytest.mark.slow
 Launcher = Callable[..., DaemonProcess]
 ENGINE: dict[str, Any] = {"max_model_len": 64, "enforce_eager": True}
-# Imports take 10 s alone, and a minute beside others.
-LOAD_S = 240.0
-# How long a loader waits for peers that do not come; a shorter test has not waited.
-MEETING_S = 300.0
+# Imports take 10 s alone, and minutes beside others.
+LOAD_S = ANSWER_TIMEOUT_S
+# How long a loader waits for peers that do not come; who has met sooner has not waited.
+MEETING_S = MAX_TIMEOUT_S
 LIMIT_BYTES = 1536 << 20
 
 
@@ -58,22 +57,21 @@ def ready(daemon: DaemonProcess) -> bool:
     return status is not None and bool(status.caches) and status.state == "ready"
 
 
-@pytest.mark.timeout(2 * LOAD_S)
 def test_rank_that_lost_its_generation_meets_peers_that_have_theirs(
     make_real: Launcher, llama: Path
 ) -> None:
     entry = model("m", llama, tensor_parallel_size=2, **ENGINE)
     entry |= {
         "devices": ["cpu0", "cpu1"],
-        "rendezvous": {"group": "127.0.0.1:29637", "timeout_s": int(MEETING_S)},
+        "rendezvous": {"group": "127.0.0.1:29637", "timeout_s": MEETING_S},
     }
     ranks = [make_real([entry], device=device).launch() for device in entry["devices"]]
     until(lambda: all(map(ready, ranks)), "both have met", bound_s=LOAD_S)
     ranks[1].signal(signal.SIGKILL)
     ranks[1].wait()
     ranks[1].launch()
-    until(lambda: ready(ranks[1]), "it has met its peer", bound_s=MEETING_S / 2)
-    until(lambda: ready(ranks[0]), "so has the peer")
+    until(lambda: ready(ranks[1]), "it has met its peer", bound_s=MEETING_S - 60)
+    until(lambda: ready(ranks[0]), "so has the peer", bound_s=LOAD_S)
     (kept,) = ranks[0].status().caches
     (new,) = ranks[1].status().caches
     assert (kept.generation, kept.state, kept.error) == (1, "ready", "")
@@ -126,7 +124,6 @@ def write_large(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.timeout(2 * LOAD_S)
 def test_limit_of_the_control_group_is_looked_at_before_loading(
     make_real: Launcher, short_tmp: Path
 ) -> None:
@@ -159,7 +156,6 @@ def test_limit_of_the_control_group_is_looked_at_before_loading(
     assert "SIGKILL" not in daemon.log
 
 
-@pytest.mark.timeout(2 * LOAD_S)
 def test_preload_in_a_directory_that_holds_a_vllm_uses_the_installed_one(
     llama: Path, short_tmp: Path
 ) -> None:
@@ -180,12 +176,11 @@ def test_preload_in_a_directory_that_holds_a_vllm_uses_the_installed_one(
         assert line.startswith("READY m: 1 rank on cpu0"), (short_tmp / "log").read_text()
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=LOAD_S)
     assert process.returncode == 0
     assert "not the installed one" not in (short_tmp / "log").read_text()
 
 
-@pytest.mark.timeout(2 * LOAD_S)
 def test_checkpoint_of_a_late_mount_is_served_once_it_is_there(
     make_real: Launcher, llama: Path, short_tmp: Path
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.engine.conftest import ANSWER_TIMEOUT_S
 from tests.everyday.test_daemon import ctl
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.daemon import DaemonProcess, environment, model, until, write_manifest
@@ -56,7 +57,7 @@ def test_no_home_is_one_line_and_status_78(command: list[str], tmp_path: Path) -
             cwd=run,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=ANSWER_TIMEOUT_S,
             check=False,
         )
     finally:

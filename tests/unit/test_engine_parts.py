@@ -62,7 +62,9 @@ def written(directory: Path, devices: str = "[cpu0]") -> Path:
 def test_question_ends_with_its_link(short_tmp: Path) -> None:
     """A swap would else wait for the answer of an engine that is ended meanwhile, until its deadline."""
 
-    async def never(command: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    async def never(
+        command: str, arguments: dict[str, Any], peer: control.Peer
+    ) -> tuple[dict[str, Any], int | None]:
         await asyncio.Event().wait()
         raise AssertionError("not reached")
 
@@ -202,7 +204,9 @@ def test_neighbour_that_is_slow_is_not_taken_for_asleep(short_tmp: Path) -> None
     manifest, home = written(short_tmp), short_tmp / "engines/code"
     home.mkdir(parents=True)
 
-    async def slowly(command: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    async def slowly(
+        command: str, arguments: dict[str, Any], peer: control.Peer
+    ) -> tuple[dict[str, Any], int | None]:
         await asyncio.sleep(3)
         return {"awake": True, "share": 0.5, "used": 0.0}, None
 
