@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from tests.fakes.daemon import BOUND_S, free_port
+from weightcached.checkpoint.digests import DigestCache
 from weightcached.config.engines import Listen
 from weightcached.config.manifest import load_manifest
 from weightcached.engine import control, endpoint, starting
+from weightcached.engine.plan import make_plan
 from weightcached.engine.states import Phase
 from weightcached.engine.supervisor import Options, Supervisor
 from weightcached.engine.turns import DeviceTurns
@@ -295,3 +297,35 @@ def test_nothing_is_started_once_all_is_being_ended(
         assert (made.service.engines, made._tasks) == ({}, set())
 
     run(test())
+
+
+# ---- what a start remembers
+
+
+def test_what_is_remembered_leaves_the_cache_of_digests_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who measures first makes the directory of both: its group may not write to it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home/cache"))
+    spec, model = load_manifest(written(tmp_path)).service("chat")
+    before = os.umask(0o002)
+    try:
+        make_plan(spec, model, None).learn({"kv_cache_bytes": 1, "free_bytes": 2})
+    finally:
+        os.umask(before)
+    assert make_plan(spec, model, None).remembered["free_bytes"] == 2
+    key = (1, 2, 3, 4, 5)
+    DigestCache.of_user().put(key, bytes(16))
+    assert DigestCache.of_user().get(key) == bytes(16)
+
+
+def test_without_a_home_nothing_is_remembered_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, model = load_manifest(written(tmp_path)).service("chat")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    make_plan(spec, model, None).learn({"kv_cache_bytes": 1, "free_bytes": 2})
+    assert os.listdir(here) == []
