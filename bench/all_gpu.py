@@ -143,12 +143,12 @@ def locked(out: Path) -> int | None:
     return fd
 
 
-def runs(out: Path) -> bool:
-    """Whether a driver runs."""
-    lock = locked(out)
+def wait_for_driver(out: Path, until_s: float) -> None:
+    """Return once no driver runs, or at the time."""
+    while (lock := locked(out)) is None and time.monotonic() < until_s:
+        time.sleep(0.5)
     if lock is not None:
         os.close(lock)
-    return lock is None
 
 
 def report(steps: list[Step], out: Path) -> None:
@@ -202,13 +202,14 @@ def main(
     steps = [step for step in steps if step.gpus <= len(uuids)]
     out.mkdir(parents=True, exist_ok=True)
     models.mkdir(parents=True, exist_ok=True)
+    wait_for_driver(out, until_s)
     todo = [step for step in steps if again or not (out / f"{step.name}.done").exists()]
     if todo:
         start_driver(todo, out, uuids, ["--table", str(table), "--models", str(models)])
-    while runs(out) and time.monotonic() < until_s:
-        time.sleep(0.5)
+        wait_for_driver(out, until_s)
     report(steps, out)
-    print("not all done: run this command again" if runs(out) else "all done")
+    done = all((out / f"{step.name}.done").exists() for step in steps)
+    print("all done" if done else "not all done: run this command again")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
     python bench/swap.py --models /tmp/m8 --make 8b --swaps 50 --clients 32 --json swap.json
     python bench/swap.py --models /tmp/m8 --make 8b --tensor-parallel 2 --json swap2.json
+    python bench/swap.py --models /tmp/m8 --make 8b --one-generation --swaps 10 --json swap1.json
     python bench/swap.py --models /tmp/tiny --make tiny --device cpu0 --swaps 4 --clients 4
 
 Two checkpoints of one architecture are published in turn, while clients ask all the time; each answer
 must be one that the same prompt got while only one of the two was there. A daemon for each device and
 one service, in a directory of their own; the first GPUs, unless --device names another. From the third
 swap on weights come from snapshots. "over" marks a figure beyond its limit.
+
+With --one-generation a budget has no room for both: the engines sleep while one takes the place of the other. Then
+a pause is the time in which no engine served, and a gap that from the last answer of the one to the first of the other.
 """
 
 from __future__ import annotations
@@ -62,12 +66,18 @@ LIMITS = {
     "left": (0, "engines that stayed on old weights"),
     "memory_mib": (64, "device memory afterwards, beside that before, MiB"),
 }
+# With room for one generation: from the second swap on, whose weights have snapshots.
+LIMITS_IN_PLACE = {
+    "gap_worst_s": (3.0, "last answer of the old to first of the new, worst"),
+    **{name: LIMITS[name] for name in ("failed", "wrong", "left", "memory_mib")},
+}
 
 
 class Clients(ClientThreads):
     """Clients that ask all the time, each with a prompt of its own.
 
-    seen: by prompt, the answers while `learning`; `wrong` are answers that were not among them.
+    seen: by prompt, the answers while `learning`; `wrong` are answers that were not among them;
+    changes: the seconds from the last answer of one model to the first one of another.
     """
 
     def __init__(self, port: int, count: int, tokens: int) -> None:
@@ -78,7 +88,8 @@ class Clients(ClientThreads):
         self.learning = ""
         self.seen: dict[str, list[set[tuple[int, ...]]]] = {}
         self.by_model: Counter[str] = Counter()
-        self._to_judge: list[tuple[int, tuple[int, ...]]] = []
+        self.changes: list[float] = []
+        self._to_judge: list[tuple[float, int, tuple[int, ...]]] = []
         self._port, self._count, self._tokens = port, count, tokens
         super().__init__([partial(self._run, number) for number in range(count)])
 
@@ -115,14 +126,18 @@ class Clients(ClientThreads):
         if learning or self.learning:
             # It began before, or ends after.
             return
-        self._to_judge.append((number, tokens))
+        self._to_judge.append((time.monotonic(), number, tokens))
 
     def judge(self) -> None:
         """Count the answers by model: at the end, since those of a model are not known at once."""
-        for number, tokens in self._to_judge:
+        last_s, last = 0.0, ""
+        for at_s, number, tokens in sorted(self._to_judge):
             for name, seen in self.seen.items():
                 if tokens in seen[number]:
                     self.by_model[name] += 1
+                    if last and name != last:
+                        self.changes.append(at_s - last_s)
+                    last_s, last = at_s, name
                     break
             else:
                 self.wrong.append(f"prompt {number}: {tokens[:8]}")
@@ -159,7 +174,9 @@ class Bench:
     def on_gpu(self) -> bool:
         return not self.devices[0].startswith("cpu")
 
-    def write(self, *, on_swap: str, snapshots: bool, standby: int) -> None:
+    def write(
+        self, *, on_swap: str, snapshots: bool, standby: int, one_generation: bool = False
+    ) -> None:
         engine = {"model": str(self.models[0]), "skip_tokenizer_init": True}
         engine |= {"tensor_parallel_size": len(self.devices)}
         document: dict[str, Any] = {
@@ -180,6 +197,9 @@ class Bench:
         }  # fmt: skip
         if snapshots:
             document["snapshots"] = {"dir": str(self.work / "snapshots"), "keep": 2}
+        if one_generation:
+            files = sum(path.stat().st_size for path in self.models[0].glob("*.safetensors"))
+            document["budget"] = int(1.5 * files / len(self.devices))
         self.manifest.write_text(json.dumps(document))
 
     def start(self, *, standby: int) -> None:
@@ -301,6 +321,7 @@ class Bench:
         if len(asking.seen) == len(self.models):
             asking.judge()
         self.results |= {
+            "changes": asking.changes, "gap_worst_s": max(asking.changes[1:], default=0.0),
             "answers": asking.answers, "by_model": dict(asking.by_model),
             "failed": len(asking.failed), "failures": asking.failed[:10],
             "wrong": len(asking.wrong), "wrong_answers": asking.wrong[:10],
@@ -327,15 +348,16 @@ class Bench:
             self.processes[name].end()
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def table(results: dict[str, Any], limits: dict[str, tuple[float, str]]) -> list[str]:
     """Each figure beside its limit."""
     lines = [f"{'figure':52} {'limit':>8} {'seen':>9}"]
-    for name, (limit, what) in LIMITS.items():
+    for name, (limit, what) in limits.items():
         if name in results:
             seen = results[name]
             lines.append(f"{what:52} {limit:>8} {seen:>9.3f}{'' if seen <= limit else '  over'}")
     for name in (
-        "pause_median_s", "drain_worst_s", "load_median_s", "longest_gap_s", "answers", "by_model", "failures",
+        "pause_median_s", "pause_worst_s", "changes",
+        "drain_worst_s", "load_median_s", "longest_gap_s", "answers", "by_model", "failures",
         "wrong_answers", "one_rank", "both_ranks", "memory_before", "memory_after", "error",
     ):  # fmt: skip
         if results.get(name):
@@ -364,6 +386,7 @@ def table(results: dict[str, Any]) -> list[str]:
 )
 @click.option("--standby", default=0, show_default=True, help="1: with a parked engine.")
 @click.option("--snapshots/--no-snapshots", default=True, show_default=True)
+@click.option("--one-generation", is_flag=True, help="A budget without room for both.")
 @click.option(
     "--budget", default=3600.0, show_default=True, help="Seconds after which no swap is begun."
 )
@@ -372,8 +395,8 @@ def table(results: dict[str, Any]) -> list[str]:
 @click.option("--logs", type=click.Path(path_type=Path), help="Copy the logs there.")
 def main(
     *, models: Path, shape: str | None, device: str | None, tensor_parallel: int, swaps: int, clients: int,
-    tokens: int, on_swap: str, standby: int, snapshots: bool, budget: float, arguments: str, out: Path | None,
-    logs: Path | None,
+    tokens: int, on_swap: str, standby: int, snapshots: bool, one_generation: bool, budget: float, arguments: str,
+    out: Path | None, logs: Path | None,
 ) -> None:  # fmt: skip
     """Measure swaps of one engine service."""
 
@@ -390,7 +413,9 @@ def main(
         bench = Bench(work, devices_of(device, tensor_parallel), pair, json.loads(arguments))
         bench.deadline = time.monotonic() + budget
         try:
-            bench.write(on_swap=on_swap, snapshots=snapshots, standby=standby)
+            bench.write(
+                on_swap=on_swap, snapshots=snapshots, standby=standby, one_generation=one_generation
+            )
             bench.start(standby=standby)
             bench.run(swaps=swaps, clients=clients, tokens=tokens, snapshots=snapshots)
             if tensor_parallel > 1:
@@ -407,7 +432,7 @@ def main(
                 logs.mkdir(parents=True, exist_ok=True)
                 for path in work.glob("*.log"):
                     shutil.copy(path, logs)
-        print("\n".join(table(bench.results)))
+        print("\n".join(table(bench.results, LIMITS_IN_PLACE if one_generation else LIMITS)))
     sys.exit("error" in bench.results)
 
 

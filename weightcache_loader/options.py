@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
+from weightcached.system.text import near_miss
 
 
 class LoaderOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,11 +49,9 @@ def parse_options(extra_config: Mapping[str, Any] | None, load_format: str) -> L
     known = LoaderOptions.__struct_fields__
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"model_loader_extra_config of load format {load_format}: unknown key {name!r}; {hint}"
-                f"known keys: {', '.join(k for k in known if k != 'is_draft')}"
+                f"model_loader_extra_config of load format {load_format}: unknown key {name!r}"
+                f"{near_miss(name, known)}; known keys: {', '.join(k for k in known if k != 'is_draft')}"
             )
     try:
         options = msgspec.convert(given, LoaderOptions, strict=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
+from weightcache_loader.swap import ranks_agree
 from weightcached.errors import WeightCacheUnavailableError
 from weightcached.model import mapped
 from weightcached.vllm_compat import worker as vllm_worker
@@ -49,6 +50,13 @@ class WeightcachedBackend(CuMemBackend):  # type: ignore[misc]
             if not all_ranks(error is None, "target"):
                 raise error or WeightCacheUnavailableError(
                     "another rank of this engine cannot wake", code="another-rank"
+                )
+            # One whose daemon served others by then may have had to take these.
+            if weights and not ranks_agree(model.index for model in models):
+                raise WeightCacheUnavailableError(
+                    "the ranks of this engine have weights of different checkpoints: wait until the newest is ready "
+                    "on all its devices ('weightcachectl status')",
+                    code="another-rank",
                 )
             super().resume(tags)
         except BaseException:

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
+from weightcached.index.tensors import TensorIndex
 from weightcached.model import mapped
 from weightcached.vllm_compat import worker as vllm_worker
 from weightcached.vllm_compat.build import all_ranks, of_all_ranks
@@ -108,7 +110,7 @@ def _prepare(worker: Any, *, wait: bool) -> list[_Newer]:
     try:
         if not all_ranks(error is None, "target"):
             raise error or WeightCacheUnavailableError(_ANOTHER_RANK, code="another-rank")
-        if not _ranks_agree(newer):
+        if not ranks_agree(each.attachment.tensor_index for each in newer):
             raise WeightCacheUnavailableError(
                 "the ranks of this engine would take weights of different checkpoints: wait until the newest is ready "
                 "on all its devices ('weightcachectl status')",
@@ -177,13 +179,10 @@ def _close(newer: list[_Newer]) -> None:
             each.attachment.close()
 
 
-def _ranks_agree(newer: list[_Newer]) -> bool:
-    """Whether all ranks would take weights of one checkpoint, each model's."""
+def ranks_agree(indexes: Iterable[TensorIndex]) -> bool:
+    """Whether all ranks have weights of one checkpoint, each model's. All must ask."""
     # Only the last pipeline stage has a draft.
-    ours = {
-        each.model.index.role: _described(each.attachment.tensor_index.key.checkpoint)
-        for each in newer
-    }
+    ours = {index.role: _described(index.key.checkpoint) for index in indexes}
     said = [json.loads(text) for text in of_all_ranks(json.dumps(ours))]
     targets = [each.get("target") for each in said]
     drafts = [each["draft"] for each in said if "draft" in each]

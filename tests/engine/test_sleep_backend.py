@@ -4,6 +4,7 @@ engine: vLLM's part, the mapped models and the KV cache only take notes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ class World:
         self.notes: list[str] = []
         self.failing: dict[str, Exception] = {}
         self.others_agree = True
+        self.one_checkpoint = True
 
     def step(self, name: str) -> Any:
         def call(*arguments: Any, **named: Any) -> None:
@@ -32,7 +34,8 @@ class World:
 
     def model(self) -> Any:
         names = ("park", "prepare_wake", "give_up_wake", "wake")
-        return SimpleNamespace(**{name: self.step(f"model {name}") for name in names})
+        steps = {name: self.step(f"model {name}") for name in names}
+        return SimpleNamespace(index="its index", **steps)
 
 
 @pytest.fixture
@@ -52,6 +55,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     scratch = SimpleNamespace(park=world.step("KV park"), wake=world.step("KV wake"))
     monkeypatch.setattr(vllm_worker, "kv_pool", lambda: SimpleNamespace(scratch=scratch))
     monkeypatch.setattr(sleep, "all_ranks", lambda ok, role: ok and world.others_agree)
+
+    def ranks_agree(indexes: Iterable[Any]) -> bool:
+        assert list(indexes) == ["its index"]
+        return world.one_checkpoint
+
+    monkeypatch.setattr(sleep, "ranks_agree", ranks_agree)
     return world
 
 
@@ -112,6 +121,15 @@ def test_no_rank_wakes_alone(world: World, backend: Any) -> None:
     with pytest.raises(
         WeightCacheUnavailableError, match="another rank of this engine cannot wake"
     ):
+        backend.resume()
+    assert world.notes == ["model prepare_wake", "KV wake", "KV park", "model give_up_wake"]
+
+
+def test_ranks_with_weights_of_different_checkpoints_do_not_wake(
+    world: World, backend: Any
+) -> None:
+    world.one_checkpoint = False
+    with pytest.raises(WeightCacheUnavailableError, match="weights of different checkpoints"):
         backend.resume()
     assert world.notes == ["model prepare_wake", "KV wake", "KV park", "model give_up_wake"]
 

@@ -15,7 +15,14 @@ import pytest
 from tests.engine.conftest import ANSWER_TIMEOUT_S
 from tests.fakes import pauses
 from tests.fakes.checkpoints import key_of
-from tests.fakes.daemon import LOADER, DaemonProcess, environment, model, until, write_manifest
+from tests.fakes.daemon import (
+    LOADER,
+    DaemonProcess,
+    environment,
+    model,
+    until,
+    write_manifest,
+)
 from tests.fakes.pauses import Pauses
 from tests.process.conftest import Engine
 from tests.process.test_host_faults import memory_cgroup

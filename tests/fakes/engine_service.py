@@ -10,6 +10,8 @@ Arguments that it knows, all optional:
     x_starts    a file that gets one line for each start
     x_swaps     a file with the answers to swaps, JSON by number of the engine: outcome, reason, code; and "newest",
                 the weights that an engine has afterwards if it swaps
+    x_maps      a daemon's socket: map the weights of `model` from it; "weights" is their digest then
+    x_keeps     keep them mapped while asleep, and say so; "secretly": and do not say so
 
 GET / answers {"engine": N, "pid": …, "core": …, "arguments": …, "at": …}, the last one by the clock of all
 processes; GET /until?PATH does so once PATH is there.
@@ -28,10 +30,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightcached.errors import EngineError
 from weightcached.wire.engine_job import Activity, Job, say_error
+
+if TYPE_CHECKING:
+    from tests.fakes.mapped_weights import MappedWeights
 
 # Longer than a client that asks all the time ever rests: its next request would be cut off.
 _KEEP_ALIVE_S = 300.0
@@ -67,13 +72,33 @@ class FakeEngine:
         self._turn = asyncio.Lock()
         self._requests = self._active = 0
         self.weights = job.arguments["model"]
+        self.mapped: MappedWeights | None = None
         self._public: asyncio.Server | None = None
         self._closing = False
         self._writers: set[asyncio.StreamWriter] = set()
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"asleep": self.asleep, "core": self.core, "kv_cache_bytes": 1 << 20}
+        unmaps = (
+            self.mapped is not None and self.job.arguments.get("x_keeps", "secretly") == "secretly"
+        )
+        return {
+            "asleep": self.asleep,
+            "core": self.core,
+            "kv_cache_bytes": 1 << 20,
+            "unmaps": unmaps,
+        }
+
+    def map(self) -> None:
+        """Takes the time of a load."""
+        from tests.fakes.mapped_weights import MappedWeights
+
+        arguments = self.job.arguments
+        self.mapped = MappedWeights(
+            Path(arguments["x_maps"]), arguments["model"], keeps="x_keeps" in arguments
+        )
+        if self.asleep:
+            self.mapped.park()
 
     async def ping(self) -> Activity:
         async with self._turn:
@@ -97,13 +122,21 @@ class FakeEngine:
         if failures.exists() and (left := int(failures.read_text())) > 0:
             failures.write_text(str(left - 1))
             raise RuntimeError("no memory")
+        if self.mapped is not None:
+            await asyncio.to_thread(self.mapped.wake)
         self.asleep = False
 
     async def sleep(self) -> None:
         self.asleep = True
+        if self.mapped is not None:
+            self.mapped.park()
 
     async def swap(self, *, on_swap: str, drain_s: float) -> dict[str, Any]:
-        answers = json.loads(Path(self.job.arguments["x_swaps"]).read_text())
+        answers = json.loads(
+            Path(self.job.arguments.get("x_swaps", os.devnull)).read_text() or "{}"
+        )
+        if self.mapped is not None and str(self.job.number) not in answers:
+            return await asyncio.to_thread(self.mapped.swap)
         answer = answers.get(str(self.job.number), {"outcome": "swapped", "generation": 2})
         if "after" in answer and not Path(answer["after"]).exists():
             return {"outcome": "left", "reason": "not yet", "code": "another-rank"}
@@ -159,7 +192,9 @@ class FakeEngine:
                 await asyncio.sleep(0.01)
             body = {
                 "engine": self.job.number, "pid": os.getpid(), "core": self.core, "asleep": self.asleep,
-                "arguments": self.job.arguments, "weights": self.weights, "at": time.monotonic(),
+                "arguments": self.job.arguments,
+                "weights": self.mapped.digest() if self.mapped else self.weights,
+                "at": time.monotonic(),
             }  # fmt: skip
             text = json.dumps(body).encode()
             close = "close" if self._closing else "keep-alive"
@@ -215,5 +250,8 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
         _core(commands, answers)
     os.close(commands)
     os.close(answers)
+    engine = FakeEngine(job, core, to_core, from_core)
+    if "x_maps" in arguments:
+        await asyncio.to_thread(engine.map)
     sys.stderr.write(f"fake engine {job.number} is up\n")
-    yield FakeEngine(job, core, to_core, from_core)
+    yield engine

@@ -5,6 +5,7 @@ Engine arguments name the fault, so that one manifest holds healthy and faulty m
 
     x_fault: NAME          one of FAULTS below, in the phase that its name says
     x_until: PATH          … and only while there is no PATH
+    x_once: PATH           … and only the first time: PATH is made then
     x_gate: PATH           before packing, wait until PATH can be opened for reading (a FIFO that the test opens)
     x_gate_before_key: …   the same before the key is sent
     x_pauses: PATH         a directory of tests/fakes/pauses.py: wait in each phase that is armed there
@@ -69,8 +70,17 @@ class Child:
     def at(self, moment: str) -> None:
         """Have the fault that is due now."""
         for name, act in FAULTS.items():
-            if self.fault == f"{name}-{moment}":
+            if self.fault == f"{name}-{moment}" and self.is_due():
                 act(self)
+
+    def is_due(self) -> bool:
+        if "x_once" not in self.job.engine:
+            return True
+        try:
+            os.close(os.open(self.job.engine["x_once"], os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
 
     def gate(self, name: str) -> None:
         if self.job.engine.get(name):

@@ -218,12 +218,21 @@ def _locked(fd: int) -> bool:
 
 class ClientLoop:
     """Clients that ask all the time, each on one connection as long as it lasts. `answers` are
-    (time of the answer, engine), as the engine gives them; `refused` counts connections that nobody
-    took, `failed` requests cut off.
+    (time of the answer, engine), as the engine gives them, `weights` theirs in the same order;
+    `refused` counts connections that nobody took, `failed` requests cut off.
     """
 
-    def __init__(self, service: ServiceProcess, count: int = 4, path: str = "/") -> None:
+    def __init__(
+        self,
+        service: ServiceProcess,
+        count: int = 4,
+        path: str = "/",
+        *,
+        timeout_s: float = BOUND_S,
+    ) -> None:
+        self._timeout_s = timeout_s
         self.answers: list[tuple[float, int]] = []
+        self.weights: list[str] = []
         self.refused: list[str] = []
         self.failed: list[str] = []
         self._service = service
@@ -236,7 +245,7 @@ class ClientLoop:
         while not self._stop.is_set():
             if connection is None:
                 connection = http.client.HTTPConnection(
-                    "127.0.0.1", self._service.port, timeout=BOUND_S
+                    "127.0.0.1", self._service.port, timeout=self._timeout_s
                 )
                 try:
                     connection.connect()
@@ -255,6 +264,7 @@ class ClientLoop:
                 connection = None
                 continue
             self.answers.append((answer["at"], answer["engine"]))
+            self.weights.append(answer["weights"])
             if response.will_close:
                 connection.close()
                 connection = None

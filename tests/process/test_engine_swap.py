@@ -6,16 +6,19 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.service import ServiceProcess
-from weightcached.wire.services import ask_service
+from weightcached.wire.framing import recv_packet, send_packet
+from weightcached.wire.services import Reply, Request, ask_service
 
 
 class Scene:
@@ -213,3 +216,65 @@ def test_engine_that_starts_meanwhile_is_swapped_before_it_is_used(
     kill_and_wait(scene, status["pid"], 2)
     answer = scene.service.get()
     assert (answer["arguments"]["model"], answer["weights"]) == (scene.old, scene.new)
+
+
+class Way:
+    """A daemon's connection, for whose room the service sleeps."""
+
+    def __init__(self, service: ServiceProcess) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.settimeout(BOUND_S)
+        self._sock.connect(str(service.home / "service.sock"))
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        request = Request(number=1, command=command, arguments=arguments)
+        send_packet(self._sock, msgspec.json.encode(request), [])
+        reply = msgspec.json.decode(recv_packet(self._sock, max_fds=0).data, type=Reply)
+        assert not reply.error, reply.error
+        return reply.result
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+@pytest.fixture
+def way(scene: Scene) -> Iterator[Way]:
+    scene.service.start()
+    scene.service.until_standby()
+    way = Way(scene.service)
+    yield way
+    way.close()
+
+
+@pytest.mark.parametrize("how", ["resumes", "leaves"])
+def test_client_of_a_service_that_gives_way_waits_until_the_daemon_has_what_it_wants(
+    scene: Scene, way: Way, how: str
+) -> None:
+    assert way.ask("give_way", device="cpu0", on_swap="drain")["drain_s"] >= 0
+    assert scene.service.status()["state"] == "asleep"
+    answers: list[str] = []
+    thread = threading.Thread(target=lambda: answers.append(scene.weights()))
+    thread.start()
+    thread.join(1.0)
+    assert (answers, scene.service.status()["state"]) == ([], "asleep")
+    if how == "resumes":
+        assert way.ask("resume")["serving"]
+        assert scene.service.status()["state"] == "serving"
+        swapped = scene.old
+    else:
+        # As a daemon that has died: what the next one serves comes first.
+        way.close()
+        swapped = scene.new
+    thread.join(BOUND_S)
+    assert answers == [swapped]
+
+
+def test_service_that_is_sent_to_sleep_while_it_gives_way_has_no_share_of_the_device(
+    scene: Scene, way: Way
+) -> None:
+    way.ask("give_way", device="cpu0", on_swap="drain")
+    assert scene.service.status()["awake"]
+    assert not scene.service.ask("sleep")["awake"]
+    assert not way.ask("resume")["serving"]
+    assert scene.service.status()["state"] == "asleep"
+    assert scene.weights() == scene.old

@@ -276,7 +276,8 @@ def test_with_64_descriptors_a_crowd_is_refused_and_the_daemon_lives(
             r"\(LimitNOFILE=, ulimit -n\): close some, then try again",
             refusal.message,
         )
-        assert len(clients) > 8
+        # Two descriptors each; a child that makes a digest has some, too.
+        assert len(clients) > 5
         # Its own handshake and a load go on beside the crowd.
         daemon.notified("WATCHDOG=1")
         daemon.notified("WATCHDOG=1")

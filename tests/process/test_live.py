@@ -154,7 +154,9 @@ def test_nobody_is_told_of_weights_that_could_not_be_loaded(scene: Scene) -> Non
     assert scene.daemon.status().caches[0].generation == 1
 
 
-def test_load_without_room_names_the_way_with_room_for_one(scene: Scene) -> None:
+def test_load_without_room_names_what_keeps_the_present_weights_from_making_room(
+    scene: Scene,
+) -> None:
     scene.start()
     write_manifest(
         scene.daemon.manifest,
@@ -162,9 +164,10 @@ def test_load_without_room_names_the_way_with_room_for_one(scene: Scene) -> None
     )
     (outcome,) = scene.reload().outcomes
     assert outcome.error == (
-        "it needs 15.0 GiB, 2.0 GiB are free; the present weights are served on. With room for one generation only: "
-        "'weightcachectl engine sleep' its service, 'weightcachectl drop tiny', reload or publish again, and wake the "
-        "service"
+        "it needs 15.0 GiB, 2.0 GiB are free; the present weights are served on, and do not make room for the new "
+        "ones: tiny/target has no snapshot that would bring it back if they fail: run 'weightcachectl snapshot tiny' "
+        "first. By hand: 'weightcachectl engine sleep' its service, 'weightcachectl drop tiny', reload or publish "
+        "again, and wake the service"
     )
     with scene.daemon.client() as engine:
         scene.attach(engine, scene.old)

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -61,6 +62,22 @@ def test_start_shows_the_load_and_ends_with_the_unit(systemd: Commands, tmp_path
         result = run(systemd, "start", "cpu0")
     assert (result.exit_code, result.stdout) == (0, "cpu0: started\n")
     assert result.stderr == "cpu0 tiny/target: read weights, 1.0 of 4.0 GiB, 9.0 s left\n"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"state": "failed", "retry_at": 1.0}, {"state": "loading", "phase": "weights"}]
+)
+def test_start_of_what_fails_is_a_failure_also_while_it_is_tried_again(
+    systemd: Commands, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    systemd.answer("systemctl", f"--user start --no-block {UNIT}")
+    systemd.answer("systemctl", f"--user show {UNIT} *", properties("active", "running"))
+    failed = cache("m/target", generation=0, error="loader ended with status 1", **fields)
+    with StubDaemon(tmp_path / "weightcached/cpu0.sock", lambda _: [status("cpu0", failed)]):
+        result = run(systemd, "start", "cpu0")
+    assert (result.exit_code, result.stdout) == (1, "cpu0: started\n")
+    said = "cpu0 m/target failed: loader ended with status 1; it is tried again\n"
+    assert result.stderr.endswith(said)
 
 
 def test_start_shows_what_systemd_was_told_while_there_is_no_socket(systemd: Commands) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from tests.fakes.daemon import BOUND_S, free_port
+from weightcached.checkpoint.digests import DigestCache
 from weightcached.config.engines import Listen
 from weightcached.config.manifest import load_manifest
 from weightcached.engine import control, endpoint, starting
+from weightcached.engine.plan import make_plan
 from weightcached.engine.states import Phase
 from weightcached.engine.supervisor import Options, Supervisor
 from weightcached.engine.turns import DeviceTurns
@@ -60,7 +62,9 @@ def written(directory: Path, devices: str = "[cpu0]") -> Path:
 def test_question_ends_with_its_link(short_tmp: Path) -> None:
     """A swap would else wait for the answer of an engine that is ended meanwhile, until its deadline."""
 
-    async def never(command: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    async def never(
+        command: str, arguments: dict[str, Any], peer: control.Peer
+    ) -> tuple[dict[str, Any], int | None]:
         await asyncio.Event().wait()
         raise AssertionError("not reached")
 
@@ -200,7 +204,9 @@ def test_neighbour_that_is_slow_is_not_taken_for_asleep(short_tmp: Path) -> None
     manifest, home = written(short_tmp), short_tmp / "engines/code"
     home.mkdir(parents=True)
 
-    async def slowly(command: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    async def slowly(
+        command: str, arguments: dict[str, Any], peer: control.Peer
+    ) -> tuple[dict[str, Any], int | None]:
         await asyncio.sleep(3)
         return {"awake": True, "share": 0.5, "used": 0.0}, None
 
@@ -291,3 +297,35 @@ def test_nothing_is_started_once_all_is_being_ended(
         assert (made.service.engines, made._tasks) == ({}, set())
 
     run(test())
+
+
+# ---- what a start remembers
+
+
+def test_what_is_remembered_leaves_the_cache_of_digests_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who measures first makes the directory of both: its group may not write to it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home/cache"))
+    spec, model = load_manifest(written(tmp_path)).service("chat")
+    before = os.umask(0o002)
+    try:
+        make_plan(spec, model, None).learn({"kv_cache_bytes": 1, "free_bytes": 2})
+    finally:
+        os.umask(before)
+    assert make_plan(spec, model, None).remembered["free_bytes"] == 2
+    key = (1, 2, 3, 4, 5)
+    DigestCache.of_user().put(key, bytes(16))
+    assert DigestCache.of_user().get(key) == bytes(16)
+
+
+def test_without_a_home_nothing_is_remembered_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, model = load_manifest(written(tmp_path)).service("chat")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    make_plan(spec, model, None).learn({"kv_cache_bytes": 1, "free_bytes": 2})
+    assert os.listdir(here) == []

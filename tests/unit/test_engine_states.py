@@ -205,6 +205,34 @@ def test_sleep_drains_and_wake_promotes() -> None:
     assert action.what == "promote"
 
 
+def test_service_that_gives_way_sleeps_and_starts_nothing_until_that_is_over() -> None:
+    service = serving()
+    service.gives_way = True
+    assert begin(service) == [Action("drain", 1)]
+    service.parked(1)
+    assert service.state() == "asleep"
+    # Neither a client nor the death of all engines changes that.
+    service.awake = True
+    for number in (1, 2):
+        service.failed(number, "killed", 0.0)
+        service.gone(number)
+        assert begin(service, 1e6) == []
+    service.gives_way = False
+    assert begin(service, 1e6) == [Action("start", 3)]
+
+
+def test_service_that_slept_before_it_gave_way_sleeps_on() -> None:
+    service = serving()
+    service.awake = False
+    begin(service)
+    service.parked(1)
+    service.gives_way = True
+    assert begin(service) == []
+    service.gives_way = False
+    assert begin(service) == []
+    assert service.state() == "asleep"
+
+
 def test_restart_while_asleep_replaces_the_parked_engines() -> None:
     service = serving(standby=0)
     service.awake = False
@@ -245,8 +273,10 @@ def _happen(chance: random.Random, service: Service, now_s: float) -> None:
     if engine is None or what < 0.05:
         if what < 0.02:
             service.restart()
-        elif what < 0.04:
+        elif what < 0.035:
             service.awake = not service.awake
+        elif what < 0.05:
+            service.gives_way = not service.gives_way
     elif engine.phase is Phase.ENDING:
         service.gone(engine.number)
     elif what < 0.35:
@@ -274,7 +304,7 @@ def test_after_any_events_one_engine_at_most_has_the_endpoint_and_service_comes_
         assert sum(e.has_endpoint for e in engines) <= 1
         assert sum(e.phase is Phase.STARTING for e in engines) <= 1
         assert len([e for e in engines if e.phase is not Phase.ENDING]) <= 4
-    service.awake = True
+    service.awake, service.gives_way = True, False
     for _ in range(20):
         for engine in list(service.engines.values()):
             {

@@ -239,7 +239,7 @@ def test_shards_read_in_another_order_are_not_equal(checkpoint: Path, tmp_path: 
     max_examples=25,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(shard=st.integers(0, 1), position=st.floats(0, 1, exclude_max=True))
 def test_one_byte_changed_anywhere_is_different(

@@ -58,11 +58,11 @@ def test_values_from_a_command_line_are_converted() -> None:
     [
         (
             {"socket": "/x"},
-            f"{WHERE}: unknown key 'socket'; did you mean 'socket_dir'? known keys: {KNOWN}",
+            f"{WHERE}: unknown key 'socket' (did you mean 'socket_dir'?); known keys: {KNOWN}",
         ),
         (
             {"falback": 1},
-            f"{WHERE}: unknown key 'falback'; did you mean 'fallback'? known keys: {KNOWN}",
+            f"{WHERE}: unknown key 'falback' (did you mean 'fallback'?); known keys: {KNOWN}",
         ),
         ({"zzz": 1}, f"{WHERE}: unknown key 'zzz'; known keys: {KNOWN}"),
         ({"mode": "share"}, f"{WHERE}: Invalid enum value 'share' - at `$.mode`"),

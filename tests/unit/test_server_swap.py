@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,20 @@ def test_swap_that_fails_is_told_and_the_engine_serves_on(client: Client) -> Non
     said = swap(client)
     assert (said["outcome"], said["reason"]) == ("left", "cuMemMap failed")
     assert client.asked[-1] == "resume"
+
+
+@pytest.mark.parametrize(
+    ("backend", "unmaps"), [("weightcached", True), ("cumem", False), (None, False)]
+)
+def test_engine_says_whether_it_gives_its_weights_up_in_its_sleep(
+    client: Client, tmp_path: Path, backend: str | None, unmaps: bool
+) -> None:
+    client.vllm_config.model_config.sleep_mode_backend = backend
+    client.vllm_config.cache_config = SimpleNamespace(num_gpu_blocks=1)
+    job: Any = SimpleNamespace(error_file=tmp_path / "error")
+    nothing: Any = None
+    engine = VllmEngine(job, client, nothing, nothing, asleep=False, free=0)
+    assert engine.facts["unmaps"] is unmaps
 
 
 def test_sleeping_engine_swaps_and_sleeps_on(client: Client) -> None:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -25,7 +26,8 @@ import xxhash
 
 from weightcached.checkpoint.files import StatTuple, check_unchanged, open_recorded, read_at
 from weightcached.checkpoint.safetensors_header import read_header
-from weightcached.errors import CheckpointError
+from weightcached.errors import CheckpointError, HomeError
+from weightcached.system.paths import cache_home, make_private
 
 # Both are part of each digest. If one of them changes, DIGEST_FORMAT must change too.
 CHUNK_BYTES = 64 << 20
@@ -253,17 +255,14 @@ class DigestCache:
     @classmethod
     def of_user(cls) -> DigestCache:
         """The cache of this user; one that never hits if no directory can be named or made."""
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        directory = os.path.join(base, "weightcached", "digests")
-        if not os.path.isabs(base):
+        try:
+            directory = cache_home() / "weightcached/digests"
+        except HomeError:
             return cls(None)
         with suppress(OSError):
-            os.makedirs(base, mode=0o700, exist_ok=True)
-            for each in (os.path.dirname(directory), directory):
-                with suppress(FileExistsError):
-                    os.mkdir(each, mode=0o700)
-        private = _only_ours(os.path.dirname(directory)) and _only_ours(directory)
-        return cls(directory if private else None)
+            make_private(directory)
+        private = _only_ours(directory.parent) and _only_ours(directory)
+        return cls(str(directory) if private else None)
 
     def get(self, key: StatTuple) -> bytes | None:
         """The digest of the file with exactly this status, or None."""
@@ -322,7 +321,7 @@ def _path(directory: str, key: StatTuple) -> str:
     return os.path.join(directory, f"{key[0]:x}-{key[1]:x}.json")
 
 
-def _only_ours(directory: str) -> bool:
+def _only_ours(directory: Path) -> bool:
     # A directory that others may write to could be filled by them with digests of their choice.
     try:
         info = os.lstat(directory)

@@ -26,6 +26,7 @@ from weightcached.config.manifest import ALL, Manifest, check_checkpoint, load_m
 from weightcached.config.snapshots import SnapshotSpec
 from weightcached.errors import (
     CheckpointMissingError,
+    HomeError,
     ManifestError,
     RuntimePathError,
     SnapshotError,
@@ -43,6 +44,7 @@ from weightcached.system.host_checks import (
     units_that_are,
 )
 from weightcached.system.paths import (
+    cache_home,
     check_private_dir,
     check_socket,
     config_home,
@@ -577,9 +579,12 @@ def _runtime_directory() -> Iterator[Finding]:
 
 def _cache_directory() -> Finding:
     """The cache of checkpoint digests; without it each digest is made again."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache", "weightcached")
-    there = next(folder for folder in (directory, *directory.parents) if folder.exists())
     again = "it cannot keep digests, so each start of an engine may read its checkpoint again"
+    try:
+        directory = cache_home() / "weightcached"
+    except HomeError as e:
+        return Finding("cache directory", "warn", f"{e}: {again}", "export XDG_CACHE_HOME=/…")
+    there = next(folder for folder in (directory, *directory.parents) if folder.exists())
     try:
         info = os.statvfs(there)
     except OSError as e:

@@ -372,8 +372,9 @@ def _report_reload(device: str, end: Any) -> int:
 def publish(model: str, directory: Path, label: str | None, timeout_s: float) -> None:
     """Make the checkpoint in DIR the next generation of MODEL.
 
-    Loads it beside the present one; then engines that run map it. It stays MODEL's checkpoint, also
-    for engines and daemons that start later, until another is published or the manifest names
+    Loads it beside the present one; then engines that run map it. Without room for both, engines of
+    services sleep until it has taken the place of the present one. It stays MODEL's checkpoint,
+    also for engines and daemons that start later, until another is published or the manifest names
     another. If it cannot be loaded, all stays as it was. Exit status: 0 done, 1 it failed or an
     engine of a service stays on old weights, 3 no daemon answered, 78 there is no checkpoint.
     """
@@ -724,9 +725,11 @@ def _serves(device: str) -> bool:
     except WeightcachedError:
         # This session does not see its socket: doctor says so.
         return True
-    failed = [cache for cache in caches if cache.state == "failed"]
+    # While it is tried again, it has its error still.
+    failed = [x for x in caches if x.state == "failed" or (x.state == "loading" and x.error)]
     for cache in failed:
-        again = "; it is tried again" if cache.retry_at is not None else ""
+        trying = cache.retry_at is not None or cache.state == "loading"
+        again = "; it is tried again" if trying else ""
         complain(f"{device} {cache.name} failed: {' '.join(cache.error.split())}{again}")
     return not failed or any(cache.state in ("ready", "evicted") for cache in caches)
 

@@ -15,10 +15,11 @@ import msgspec
 from msgspec import Meta
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
-from weightcached.config.located_yaml import Name, Text, Value, listed, near_miss
+from weightcached.config.located_yaml import Name, Text, Value, listed
 from weightcached.config.ranks import layout_of, needs
 from weightcached.errors import PlacementError
 from weightcached.system.paths import SOCKET_PATH_MAX_BYTES
+from weightcached.system.text import near_miss
 
 if TYPE_CHECKING:
     from weightcached.config.manifest import ModelSpec

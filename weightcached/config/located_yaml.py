@@ -6,7 +6,6 @@ booleans, null. The caller gives the keys their meaning (manifest.py).
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ import yaml
 from msgspec import Meta, inspect
 
 from weightcached.errors import ManifestError
+from weightcached.system.text import near_miss
 
 MAX_FILE_BYTES = 1 << 20
 # Aliases let a small file describe a huge or endless value; these limits stop that.
@@ -85,12 +85,6 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
 def listed(values: Iterable[str]) -> str:
     """Names for a message: `a, b, c`."""
     return ", ".join(values)
-
-
-def near_miss(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or "" if no known word is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 @dataclass

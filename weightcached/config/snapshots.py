@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,8 @@ from msgspec import Meta
 
 from weightcached.config.located_yaml import Value
 from weightcached.config.sizes import SizeText, nbytes_of
-from weightcached.errors import SnapshotError
+from weightcached.errors import HomeError, SnapshotError
+from weightcached.system.paths import cache_home
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -42,13 +42,13 @@ def default_directory() -> Path:
 
     Raises SnapshotError if the environment names neither.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):
+    try:
+        return cache_home() / "weightcached/snapshots"
+    except HomeError as e:
         raise SnapshotError(
             "no directory for snapshots: neither XDG_CACHE_HOME nor HOME names one; "
             "set snapshots: {dir: …} in the manifest"
-        )
-    return Path(base, "weightcached", "snapshots")
+        ) from e
 
 
 def resolve_snapshots(entry: SnapshotsEntry, value: Value) -> SnapshotSpec:

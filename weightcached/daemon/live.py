@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from weightcached.wire.services import Reply, Request
 
 log = logging.getLogger(__name__)
 
-_CONNECT_S = 5.0
+CONNECT_S = 5.0
+# TimeoutError is an OSError.
+NO_ANSWER = (OSError, EOFError, ProtocolError, msgspec.MsgspecError)
 # A service gives up earlier: after its drain_s, and a minute for the swap.
 _LONGEST_S = 3600.0
 _OWN = "llm.collective_rpc('weightcached_swap') in its program brings the newest, or restart the engine"
@@ -37,7 +40,7 @@ async def swap_engines(
 
     sockets: the runtime directory; served: the model's newest generations on this device.
     """
-    paths = await asyncio.to_thread(lambda: sorted(sockets.glob("engines/*/service.sock")))
+    paths = await find_services(sockets)
     told = await asyncio.gather(*(_tell(path, model, on_swap) for path in paths))
     outcomes = [outcome for each in told for outcome in each]
     outcomes += _left(model, leases, served)
@@ -56,7 +59,8 @@ async def swap_engines(
 async def _tell(path: Path, model: str, on_swap: OnSwap) -> list[SwapOutcome]:
     name = path.parent.name
     try:
-        result = await _ask(path, {"model": model, "on_swap": on_swap})
+        with await packets.connect(str(path), timeout_s=CONNECT_S) as sock:
+            result = await ask_on(sock, "swap", {"model": model, "on_swap": on_swap})
         return [
             msgspec.convert({**engine, "model": model}, SwapOutcome)
             for engine in result.get("engines", [])
@@ -66,21 +70,28 @@ async def _tell(path: Path, model: str, on_swap: OnSwap) -> list[SwapOutcome]:
     except ConnectionRefusedError:
         # The socket of a service that has ended.
         return []
-    except (OSError, EOFError, ProtocolError, msgspec.MsgspecError) as e:
+    except NO_ANSWER as e:
         reason = str(e) or f"it did not answer within {_LONGEST_S:.0f} s"
         return [SwapOutcome(model=model, engine=name, outcome="left", reason=reason)]
 
 
-async def _ask(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    request = Request(number=1, command="swap", arguments=arguments)
-    with await packets.connect(str(path), timeout_s=_CONNECT_S) as sock:
-        await packets.send(sock, msgspec.json.encode(request), timeout_s=_CONNECT_S)
-        async with asyncio.timeout(_LONGEST_S):
-            packet = await packets.recv(sock, max_fds=0)
+async def ask_on(
+    sock: socket.socket, command: str, arguments: dict[str, Any], *, timeout_s: float = _LONGEST_S
+) -> dict[str, Any]:
+    """A service's answer to one question. Raises OSError, EOFError, ProtocolError, MsgspecError."""
+    request = Request(number=1, command=command, arguments=arguments)
+    await packets.send(sock, msgspec.json.encode(request), timeout_s=CONNECT_S)
+    async with asyncio.timeout(timeout_s):
+        packet = await packets.recv(sock, max_fds=0)
     reply = msgspec.json.decode(packet.data, type=Reply)
     if reply.error:
         raise ProtocolError(reply.error)
     return reply.result
+
+
+async def find_services(sockets: Path) -> list[Path]:
+    """The sockets of engine services; their parent directories have the services' names."""
+    return await asyncio.to_thread(lambda: sorted(sockets.glob("engines/*/service.sock")))
 
 
 def _left(model: str, leases: Leases, served: Sequence[Leased]) -> list[SwapOutcome]:

@@ -30,6 +30,7 @@ from weightcached.daemon.endpoint import Endpoint
 from weightcached.daemon.fairness import Queues
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import LIMIT_S, Holds
+from weightcached.daemon.in_place import Ways
 from weightcached.daemon.leases import Leases
 from weightcached.daemon.live import swap_engines
 from weightcached.daemon.loading import DEFAULT_STALL_TIMEOUT_S, LoaderRun
@@ -229,6 +230,7 @@ class Daemon:
         self.matcher = Matcher(self.caches, self.device, digest)
         self._snapshots = Snapshots(self.device, endpoint.socket.parent)
         self._residency = Residency(self.device, self.caches, self.leases, self._snapshots)
+        self._ways = Ways(self.device, endpoint.socket.parent, self.leases, self._served)
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
@@ -244,6 +246,7 @@ class Daemon:
             look=partial(Staleness, self.matcher.full_digest, partial(digest, idle=False)),
             snapshots=self._snapshots,
             residency=self._residency,
+            ways=self._ways,
             tally=self.tally,
             unmap_parked=self.leases.unmap_parked,
             holds=self.holds,
@@ -380,7 +383,7 @@ class Daemon:
 
         Refused if too many wait already: peers that ask and leave must not pile them up.
         """
-        work = partial(self.reconciler.run, force=force, only=only, along=along)
+        work = partial(self.reconciler.run, force=force, only=only, along=along, live=live)
         # A reload along is another rank's affair.
         return self._in_turn(work, swaps=not along, only=only, live=live)
 
@@ -431,10 +434,17 @@ class Daemon:
         """
         swaps: list[SwapOutcome] = []
         for spec in self.reconciler.live_models(outcomes, only, asked=asked):
-            served = [c.generation for c in self.caches if c.generation]
-            directory = self._endpoint.socket.parent
-            swaps += await swap_engines(spec.name, spec.on_swap, directory, self.leases, served)
+            done = self._ways.take_outcomes(spec.name)
+            if done is None:
+                directory = self._endpoint.socket.parent
+                done = await swap_engines(
+                    spec.name, spec.on_swap, directory, self.leases, self._served()
+                )
+            swaps += done
         return swaps
+
+    def _served(self) -> list[Generation]:
+        return [cache.generation for cache in self.caches if cache.generation]
 
     def _count_ended_reload(self, _: asyncio.Task[ReloadResult]) -> None:
         self._reloads -= 1
@@ -469,7 +479,7 @@ class Daemon:
             manifest_error=self.reconciler.manifest_error,
             software=__version__,
             counters=self.tally.counters(self.caches, digest_failures=self.matcher.digest_failures),
-            old_generations=self.leases.old([c.generation for c in self.caches if c.generation]),
+            old_generations=self.leases.old(self._served()),
             budget=self._residency.budget,
         )
 

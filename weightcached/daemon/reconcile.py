@@ -30,6 +30,7 @@ from weightcached.daemon.counters import Tally
 from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import Holds
+from weightcached.daemon.in_place import Ways
 from weightcached.daemon.loading import (
     Delivery,
     LoaderRun,
@@ -71,14 +72,21 @@ _FREEING_S = 5.0
 _IDLE_LOOK_S = 0.25
 
 
-_WITH_ROOM_FOR_ONE = (
-    "; the present weights are served on. With room for one generation only: 'weightcachectl engine sleep' its "
-    "service, 'weightcachectl drop {model}', reload or publish again, and wake the service"
+_STAYS = (
+    "; the present weights are served on, and do not make room for the new ones: {reason}. By hand: 'weightcachectl "
+    "engine sleep' its service, 'weightcachectl drop {model}', reload or publish again, and wake the service"
 )
+# A loader that has imported all it needs, and may use the device from now on.
+_WAITING = "waiting"
+_WAITING_LOOK_S = 0.02
+_WAITING_TIMEOUT_S = 600.0
 
 
 class NoRoomError(LoadFailedError):
     """The budget has no room beside what engines use, and what must stay resident."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, no_room=True)
 
 
 class Replaced(NamedTuple):
@@ -117,6 +125,10 @@ class QueuedRun:
         self._taken = True
         return delivery
 
+    @property
+    def is_over(self) -> bool:
+        return self._run.done()
+
     async def discard(self) -> None:
         """End it, and free a delivery that nobody took."""
         if self._taken:
@@ -150,6 +162,7 @@ class Reconciler:
         look: Callable[[], Staleness],
         snapshots: Snapshots,
         residency: Residency,
+        ways: Ways,
         tally: Tally,
         unmap_parked: Callable[[Generation], Awaitable[None]] | None = None,
         holds: Holds | None = None,
@@ -171,6 +184,7 @@ class Reconciler:
         self._last_look = look()
         self._snapshots = snapshots
         self._residency = residency
+        self._ways = ways
         self._retirement = Retirement(caches, matcher, store, snapshots, self._holds, unmap_parked)
         self._tally = tally
         self._lock = asyncio.Lock()
@@ -189,9 +203,10 @@ class Reconciler:
         only: Collection[str] = (),
         starting: bool = False,
         along: bool = False,
+        live: bool = False,
     ) -> list[CacheOutcome]:
         """Read the manifest and reconcile. along: load current caches too, for another rank of
-        their group.
+        their group; live: as if all models were.
 
         Raises ManifestError, UnknownCacheError; nothing has changed then.
         """
@@ -223,7 +238,7 @@ class Reconciler:
             await self._retirement.note_aside()
             self._caches.changed.fire()
             # A forced reload distrusts the snapshots too.
-            outcomes += await self._load_all(todo.load, None if force else look)
+            outcomes += await self._load_all(todo.load, None if force else look, live=live)
             # The budget may be another one.
             await self._residency.make_room(None, 0, self.evict)
             if along:
@@ -449,32 +464,47 @@ class Reconciler:
             self._caches.changed.fire()
 
     async def _load_all(
-        self, wanted: Sequence[Wanted], look: Staleness | None
+        self, wanted: Sequence[Wanted], look: Staleness | None, *, live: bool = False
     ) -> list[CacheOutcome]:
-        """Load, or restore if `look` finds a snapshot that equals the result of a load."""
+        """Load, or restore if `look` finds a snapshot that equals the result of a load.
+
+        live: engines of every model may sleep for its new weights, not only of those that are.
+        """
         outcomes: list[CacheOutcome] = []
         started: dict[str, QueuedRun] = {}
         left = list(wanted)
         try:
             for position, want in enumerate(wanted):
+                await self._end_ways(outcomes, but=want.spec.name)
                 cache = self._caches.ensure(want.name, want.role)
+                outcome: CacheOutcome | LoadFailedError
                 async with self._holds.device_for(cache):
                     try:
-                        replaced = await self._make_room(cache, want)
+                        replaced = await self._make_room(cache, want, keeps_held=cache.live or live)
                     except NoRoomError as e:
-                        outcomes.append(self._refuse(cache, e))
-                        left.remove(want)
+                        outcome = e
                         if want.name in started:
                             await started[want.name].discard()
-                        continue
-                    for coming in wanted[position : position + 1 + self._ahead]:
-                        if coming.name not in started:
-                            started[coming.name] = self._start(coming, look, at_once=coming is want)
-                    outcomes.append(await self._load(want, started[want.name]))
-                    if replaced is not None and cache.generation is None:
-                        await self._restore_replaced(cache, want, replaced)
+                    else:
+                        for coming in wanted[position : position + 1 + self._ahead]:
+                            if coming.name not in started:
+                                at_once = coming is want
+                                started[coming.name] = self._start(coming, look, at_once=at_once)
+                        outcome = await self._load(want, started[want.name], live=live)
+                        if replaced is not None and cache.generation is None:
+                            await self._restore_replaced(cache, want, replaced)
+                if isinstance(outcome, LoadFailedError):
+                    in_place = cache.generation is not None
+                    outcome = (
+                        await self._load_in_place(cache, want, look, outcome)
+                        if in_place
+                        else self._refuse(cache, outcome)
+                    )
+                outcomes.append(outcome)
                 left.remove(want)
+            await self._end_ways(outcomes)
         finally:
+            self._ways.drop()
             for want in left:
                 self._give_up(want)
             for run in started.values():
@@ -484,11 +514,14 @@ class Reconciler:
             self._write_snapshots()
         return outcomes
 
-    async def _make_room(self, cache: Cache, want: Wanted) -> Replaced | None:
+    async def _make_room(
+        self, cache: Cache, want: Wanted, *, keeps_held: bool = False
+    ) -> Replaced | None:
         """Evict what stands in the way of a load, as far as its size is known.
 
         The served generation of the same cache goes last, if it can be restored: it is returned.
-        Raises NoRoomError, but only for a size that is known.
+        Raises NoRoomError, but only for a size that is known; with `keeps_held` also if it would
+        have to go and engines that sleep hold it: _load_in_place() keeps these asleep.
         """
         if self._residency.budget:
             # No engine measures memory now, so that these end.
@@ -502,6 +535,8 @@ class Reconciler:
             if path is None or not self._residency.is_unmapped(old):
                 # The new one may be smaller.
                 return None
+            if keeps_held and self._residency.is_held(cache):
+                raise NoRoomError(self._residency.no_room(cache, nbytes))
             await self.evict(cache)
             return Replaced(path, old.spec_digest)
         if cache.last_nbytes:
@@ -522,7 +557,89 @@ class Reconciler:
         cache.last_nbytes = nbytes
         raise NoRoomError(self._residency.no_room(cache, nbytes))
 
-    def _refuse(self, cache: Cache, error: NoRoomError) -> CacheOutcome:
+    async def _load_in_place(
+        self, cache: Cache, want: Wanted, look: Staleness | None, error: LoadFailedError
+    ) -> CacheOutcome:
+        """There is no room beside the served generation: its engines sleep, it goes, the next comes.
+
+        It stays if it could not come back, or if an engine would keep it mapped. The engines sleep
+        until _end_ways().
+        """
+        began_s, old = time.monotonic(), cache.generation
+        assert old is not None
+        cache.begin_load()
+        run: QueuedRun | None = None
+        try:
+            reason, path = await self._find_way_back(old)
+            if path is not None:
+                # It imports what it needs while the engines serve.
+                run = self._start(want, look, at_once=False)
+                reason = await self._wait_for_need(cache, run)
+                if run.is_over:
+                    return await self._load_without(want, run)
+                if not reason:
+                    reason = await self._ways.open(want.spec.name, want.spec.on_swap, old)
+                if not reason:
+                    async with self._holds.device_for(cache):
+                        if not (reason := await self._residency.unmap(old)):
+                            log.info("makes room for its next generation cache=%s", cache.name)
+                            # Or an engine with a copy of its own had it released meanwhile.
+                            if cache.generation is old:
+                                await self.evict(cache)
+                            outcome = await self._load_without(want, run)
+                            if cache.generation is None:
+                                replaced = Replaced(path, old.spec_digest)
+                                await self._restore_replaced(cache, want, replaced)
+                            return outcome
+                        reason = f"{reason} keeps them mapped"
+            self._record_failure(cache, error, stays=reason)
+            if want.spec.name in self._ways.disturbed:
+                # Not again and again: engines have slept for it.
+                self.retries.settled(cache.name)
+        finally:
+            if run is not None:
+                await run.discard()
+            self._caches.changed.fire()
+        return CacheOutcome(
+            cache=cache.name,
+            outcome="failed",
+            generation=_served_number(cache),
+            seconds=time.monotonic() - began_s,
+            error=cache.error,
+        )
+
+    async def _find_way_back(self, generation: Generation) -> tuple[str, Path | None]:
+        """Why it could not come back, or "" and its snapshot."""
+        try:
+            return "", await self._snapshots.way_back(generation)
+        except SnapshotError as e:
+            return str(e), None
+
+    async def _wait_for_need(self, cache: Cache, run: QueuedRun) -> str:
+        """Return once a run needs the device, or is over; why it does not come to that, or ""."""
+        try:
+            async with asyncio.timeout(_WAITING_TIMEOUT_S):
+                while not run.is_over and not (cache.load and cache.load.phase == _WAITING):
+                    await asyncio.sleep(_WAITING_LOOK_S)
+        except TimeoutError:
+            return f"their loader still prepares after {_WAITING_TIMEOUT_S:.0f} s"
+        return ""
+
+    async def _load_without(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
+        """As _load(), whether or not there is room."""
+        outcome = await self._load(want, run)
+        if isinstance(outcome, LoadFailedError):
+            return self._refuse(self._caches.ensure(want.name, want.role), outcome)
+        return outcome
+
+    async def _end_ways(self, outcomes: Sequence[CacheOutcome], *, but: str = "") -> None:
+        """Have engines wake that sleep for models whose loads are over, with what these brought."""
+        loaded = {o.cache.rpartition("/")[0] for o in outcomes if o.outcome == "loaded"}
+        for model in self._ways.open_models:
+            if model != but:
+                await self._ways.close(model, swap=model in loaded)
+
+    def _refuse(self, cache: Cache, error: LoadFailedError) -> CacheOutcome:
         self._record_failure(cache, error)
         self._caches.changed.fire()
         return CacheOutcome(
@@ -661,13 +778,18 @@ class Reconciler:
         run = self._run_loader(cache, want, look, turn, along=along)
         return QueuedRun(turn, asyncio.create_task(run))
 
-    async def _load(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
+    async def _load(
+        self, want: Wanted, run: QueuedRun, *, live: bool = False
+    ) -> CacheOutcome | LoadFailedError:
+        """What came of it, recorded; for _load_in_place() an error is returned as it is."""
         cache = self._caches.ensure(want.name, want.role)
         began_s = time.monotonic()
         try:
             delivery = await run.delivery()
             await self._check_room(cache, delivery)
         except LoadFailedError as e:
+            if e.no_room and (cache.live or live) and cache.generation is not None:
+                return e
             self._record_failure(cache, e)
         except OSError as e:
             self._record_failure(
@@ -706,6 +828,9 @@ class Reconciler:
                 restored = run(command=self._snapshots.restorer(path, want.spec.python))
                 return replace(await restored.run(), source="restored", snapshot=path)
             except LoadFailedError as e:
+                if e.no_room:
+                    # A load needs no less.
+                    raise
                 log.warning("a snapshot could not be restored, it is loaded cache=%s", cache.name)
                 self._snapshots.reject(cache.name, path, str(e))
         if want.spec.rendezvous is None or self._peers is None or along:
@@ -823,15 +948,16 @@ class Reconciler:
         if old is not None:
             await self._retirement.retire(old)
 
-    def _record_failure(self, cache: Cache, error: LoadFailedError) -> None:
+    def _record_failure(self, cache: Cache, error: LoadFailedError, *, stays: str = "") -> None:
+        """stays: why the served generation does not make room."""
         no_room, on_demand = isinstance(error, NoRoomError), cache.resident == "on-demand"
         if error.permanent or (no_room and (on_demand or cache.generation is not None)):
             self.retries.settled(cache.name)
         else:
             self.retries.failed(cache.name)
         text = str(error)
-        if (no_room or error.no_room) and cache.live and cache.generation is not None:
-            text += _WITH_ROOM_FOR_ONE.format(model=cache.name.rpartition("/")[0])
+        if stays:
+            text += _STAYS.format(reason=stays, model=cache.name.rpartition("/")[0])
         # Its next engine may find room.
         cache.fail_load(text, evicted=no_room and on_demand)
         log.error(

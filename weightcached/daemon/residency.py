@@ -7,6 +7,7 @@ load until nobody maps it any more. Without a budget nothing is evicted for othe
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -17,6 +18,9 @@ from weightcached.system.text import bytes_text
 from weightcached.wire.messages import EngineStatus
 
 log = logging.getLogger(__name__)
+
+# Engines that sleep for the sake of this: they miss nothing while we wait.
+_SLEEP_TIMEOUT_S = 20.0
 
 
 class WrittenSnapshots(Protocol):
@@ -66,6 +70,19 @@ class Residency:
     def is_unmapped(self, generation: Generation) -> bool:
         """Whether no engine maps it but such that would unmap it if asked."""
         return not self._leases.awake(generation)
+
+    async def unmap(self, generation: Generation) -> str:
+        """Have the engines that sleep unmap it. Returns which ones hold it still, or ""."""
+        try:
+            async with asyncio.timeout(_SLEEP_TIMEOUT_S):
+                # An engine says that it sleeps a little later than its service.
+                while self._leases.awake(generation):
+                    await self._leases.changed.wait()
+        except TimeoutError:
+            pass
+        else:
+            await self._leases.unmap_parked(generation, timeout_s=_SLEEP_TIMEOUT_S)
+        return ", ".join(lease.status().name for lease in self._leases.on(generation))
 
     def is_held(self, cache: Cache) -> bool:
         """Whether an engine maps the served generation, asleep or not."""

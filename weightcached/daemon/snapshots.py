@@ -166,6 +166,21 @@ class Snapshots:
         begun = self._writing.get(generation.cache)
         return begun.path if begun and begun.generation is generation else None
 
+    async def way_back(self, generation: Generation) -> Path:
+        """The snapshot that would bring a served generation back. Raises SnapshotError without one.
+
+        Waits while it is being written.
+        """
+        await self.settled(generation)
+        path = self.path_of(generation)
+        if path is None:
+            raise SnapshotError(
+                f"{generation.cache} has no snapshot that would bring it back if they fail: run "
+                f"'weightcachectl snapshot {generation.cache.rpartition('/')[0]}' first"
+            )
+        await asyncio.to_thread(_index_of, path)
+        return path
+
     def restorer(self, path: Path, python: str | None) -> list[str]:
         """The command that brings a snapshot back, in place of the loader."""
         return [python or sys.executable, "-m", "weightcached.snapshot.restorer", str(path)]

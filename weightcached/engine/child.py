@@ -94,7 +94,7 @@ class EngineChild:
         self._turn = asyncio.Lock()
 
     async def handle(
-        self, command: str, arguments: dict[str, Any]
+        self, command: str, arguments: dict[str, Any], peer: control.Peer
     ) -> tuple[dict[str, Any], int | None]:
         """One request of the supervisor. Raises EngineError."""
         if command == "ready":

@@ -27,7 +27,14 @@ _BACKLOG = 128
 _MAX_FDS = 1
 
 
-Handler = Callable[[str, dict[str, Any]], Awaitable[tuple[dict[str, Any], int | None]]]
+class Peer:
+    """The other end of one connection. gone: set at its end, whatever the reason."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+
+Handler = Callable[[str, dict[str, Any], Peer], Awaitable[tuple[dict[str, Any], int | None]]]
 
 
 def listen(path: Path) -> socket.socket:
@@ -75,23 +82,27 @@ class ControlServer:
                 peer.setblocking(False)
                 self._keep(self._talk(peer))
 
-    async def _talk(self, peer: socket.socket) -> None:
-        with peer:
-            while True:
-                try:
-                    packet = recv_packet(peer, max_fds=0)
-                    request = msgspec.json.decode(packet.data, type=Request)
-                except BlockingIOError:
-                    await readable(peer.fileno())
-                    continue
-                except (EOFError, OSError, ProtocolError, msgspec.MsgspecError):
-                    return
-                self._keep(self._answer(peer, request))
+    async def _talk(self, sock: socket.socket) -> None:
+        peer = Peer()
+        try:
+            with sock:
+                while True:
+                    try:
+                        packet = recv_packet(sock, max_fds=0)
+                        request = msgspec.json.decode(packet.data, type=Request)
+                    except BlockingIOError:
+                        await readable(sock.fileno())
+                        continue
+                    except (EOFError, OSError, ProtocolError, msgspec.MsgspecError):
+                        return
+                    self._keep(self._answer(sock, peer, request))
+        finally:
+            peer.gone.set()
 
-    async def _answer(self, peer: socket.socket, request: Request) -> None:
+    async def _answer(self, sock: socket.socket, peer: Peer, request: Request) -> None:
         fd = None
         try:
-            result, fd = await self._handler(request.command, request.arguments)
+            result, fd = await self._handler(request.command, request.arguments, peer)
             data = msgspec.json.encode(Reply(number=request.number, result=result))
         except WeightcachedError as e:
             data = msgspec.json.encode(Reply(number=request.number, error=str(e)))
@@ -100,7 +111,7 @@ class ControlServer:
             data = msgspec.json.encode(Reply(number=request.number, error=reason))
         # Nobody waits for the reply of a peer that has gone, nor of one that reads none.
         with contextlib.suppress(OSError, ProtocolError):
-            send_packet(peer, data, [] if fd is None else [fd])
+            send_packet(sock, data, [] if fd is None else [fd])
 
     def close(self) -> None:
         """Take no more requests.

@@ -13,7 +13,8 @@ from typing import Any
 from weightcached.config.engines import EngineSpec, Listen
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.config.manifest import ALL, ModelSpec
-from weightcached.system.paths import is_host_device
+from weightcached.errors import HomeError
+from weightcached.system.paths import cache_home, is_host_device, make_private
 from weightcached.system.process import environment_for
 from weightcached.wire.engine_job import Job
 
@@ -65,19 +66,18 @@ class StartPlan:
         if not facts.get("free_bytes") or not facts.get("kv_cache_bytes"):
             return
         self.remembered = {name: facts.get(name) for name in _REMEMBERED}
-        path = _memory_file(self.service)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = _memory_file(self.service)
+            make_private(path.parent)
             part = path.with_name(f".{path.name}.{os.getpid()}")
             part.write_text(json.dumps({"digest": self.digest, "facts": self.remembered}))
             part.replace(path)
-        except OSError as e:
+        except (OSError, HomeError) as e:
             log.info("service=%s the next start measures again: %s", self.service, e)
 
 
 def _memory_file(service: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base, "weightcached", "engines", f"{service}.json")
+    return cache_home() / "weightcached/engines" / f"{service}.json"
 
 
 def _read_facts(service: str, digest: str) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _read_facts(service: str, digest: str) -> dict[str, Any]:
     try:
         kept = json.loads(_memory_file(service).read_text(encoding="utf-8"))
         return dict(kept["facts"]) if kept["digest"] == digest else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, HomeError, ValueError, KeyError, TypeError):
         return {}
 
 

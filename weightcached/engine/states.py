@@ -65,6 +65,8 @@ class Service:
     engines: dict[int, Engine] = field(default_factory=dict)
     # False: asleep, until somebody connects.
     awake: bool = True
+    # Asleep in any case, and nothing is started: a daemon needs the engines' room (giving_way.py).
+    gives_way: bool = False
     stopping: bool = False
     # Version to go back to if the newest one cannot start; 0: none.
     proven: int = 0
@@ -143,6 +145,11 @@ class Service:
     # ---- state
 
     @property
+    def may_serve(self) -> bool:
+        """Whether an engine is to have the endpoint."""
+        return self.awake and not self.gives_way
+
+    @property
     def holder(self) -> Engine | None:
         """The engine that has the endpoint."""
         return next((e for e in self.engines.values() if e.has_endpoint), None)
@@ -157,7 +164,7 @@ class Service:
             return "stopping"
         if self.serving is not None:
             return "serving"
-        if not self.awake:
+        if not self.may_serve:
             return "asleep" if self.holder is None else "draining"
         return "taking-over" if self.proven else "starting"
 
@@ -174,13 +181,14 @@ class Service:
         actions: list[Action] = []
         holder = self.holder
         successor = self._successor()
-        if holder is None and self.awake and successor is not None:
+        if holder is None and self.may_serve and successor is not None:
             actions.append(Action("promote", successor.number))
             holder = successor
         elif holder is not None and holder.phase is Phase.SERVING and self._must_yield(holder):
             actions.append(Action("drain", holder.number))
         actions += [Action("end", e.number) for e in self._superfluous(holder)]
-        if self._lacks_one(holder, actions) and now_s >= self._not_before_s:
+        lacks_one = not self.gives_way and self._lacks_one(holder, actions)
+        if lacks_one and now_s >= self._not_before_s:
             actions.append(Action("start", self._last_number + 1))
         return actions
 
@@ -202,7 +210,7 @@ class Service:
         return rank[-1] if rank else None
 
     def _must_yield(self, serving: Engine) -> bool:
-        if not self.awake:
+        if not self.may_serve:
             return True
         newer = (e for e in self.engines.values() if e.version == self.version)
         return serving.version != self.version and any(e.phase is Phase.PARKED for e in newer)
@@ -217,7 +225,7 @@ class Service:
         settled = (
             holder.version == self.version and holder.phase is Phase.SERVING
             if holder is not None
-            else not self.awake
+            else not self.may_serve
             and any(e.version == self.version and e.phase is Phase.PARKED for e in idle)
         )
         if not settled:

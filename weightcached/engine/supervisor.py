@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.config.engines import EngineSpec
-from weightcached.config.manifest import ModelSpec, load_manifest
+from weightcached.config.manifest import ModelSpec, OnSwap, load_manifest
+from weightcached.config.ranks import layout_of
 from weightcached.engine import control, endpoint, manager, running, tree
+from weightcached.engine.giving_way import GivingWay
 from weightcached.engine.plan import StartPlan, make_plan, with_checkpoint_of
 from weightcached.engine.records import Record, read_record, record_of
 from weightcached.engine.running import Running
@@ -159,6 +161,13 @@ class Supervisor:
         self._running: dict[int, Running] = {}
         self._swaps = Swaps(
             self.service, self._running, end=self._end_behind, restart=self._restart_for
+        )
+        self._giving_way = GivingWay(
+            self.service,
+            step=self._step,
+            wait=self._wait,
+            keep=self._keep,
+            take_newest=self._take_newest,
         )
         self._manager = manager.Manager(os.environ.get("NOTIFY_SOCKET"))
         self._public: socket.socket
@@ -528,7 +537,7 @@ class Supervisor:
         )  # fmt: skip
         self.service.ready(number)
         self._keep(self._probe(number))
-        if not self.service.awake and facts.get("sleeps") and not facts.get("asleep"):
+        if not self.service.may_serve and facts.get("sleeps") and not facts.get("asleep"):
             # Sent to sleep while it started: it has its memory yet.
             self._begin(Action("drain", number))
         self._step()
@@ -591,7 +600,8 @@ class Supervisor:
         raise AssertionError("not reached")
 
     async def _drain(self, engine: Engine) -> None:
-        number, drain_s = engine.number, self.spec.drain_s
+        at_once = self.service.gives_way and self._giving_way.aborts
+        number, drain_s = engine.number, 0.0 if at_once else self.spec.drain_s
         log.info("engine=%d draining service=%s", number, self.spec.name)
         try:
             took = await self._running[number].ask(
@@ -778,10 +788,16 @@ class Supervisor:
     # ---- questions of weightcachectl
 
     async def _handle(
-        self, command: str, arguments: dict[str, Any]
+        self, command: str, arguments: dict[str, Any], peer: control.Peer
     ) -> tuple[dict[str, Any], int | None]:
         if command == "swap":
             return {"engines": await self._swap(**arguments)}, None
+        if command == "processes":
+            return {"engines": self._processes(**arguments)}, None
+        if command == "give_way":
+            return await self._give_way(peer, **arguments), None
+        if command == "resume":
+            return await self._giving_way.end(peer), None
         if command == "restart":
             await self._restart()
         elif command == "sleep":
@@ -794,20 +810,57 @@ class Supervisor:
             raise EngineError(f"no command {command!r}")
         return self.status(), None
 
-    async def _swap(self, *, model: str, on_swap: str) -> list[dict[str, Any]]:
+    def _processes(self, *, model: str) -> list[dict[str, Any]]:
+        """The processes of the engines of the model; and whether each engine unmaps its weights if
+        it is asked to while it sleeps, which is not known before it is up.
+        """
+        if model != self.spec.model:
+            return []
+        return [
+            {
+                "engine": f"{self.spec.name}/{number}",
+                "unmaps": bool(found.record.facts.get("unmaps", not found.record.facts)),
+                "processes": sorted(found.tree.members),
+            }
+            for number, found in self._running.items()
+        ]
+
+    async def _give_way(
+        self, peer: control.Peer, *, device: str, on_swap: OnSwap
+    ) -> dict[str, Any]:
+        layout = layout_of(self._plans[self.service.version].arguments)
+        return await self._giving_way.begin(
+            peer, device, ranks=layout.tp_size * layout.pp_size, on_swap=on_swap
+        )
+
+    async def _take_newest(self) -> None:
+        """Have the engines map what the next daemon serves, in place of what they had to unmap."""
+        with contextlib.suppress(WeightcachedError):
+            await self._swap(model=self.spec.model, on_swap="drain", daemon_returns=True)
+
+    async def _swap(
+        self, *, model: str, on_swap: str, daemon_returns: bool = False
+    ) -> list[dict[str, Any]]:
         """Have the engines map the newest weights of the model; what became of each.
 
         An engine that cannot take them while it runs is replaced as by a restart, in the
-        background.
+        background. daemon_returns: wait for a daemon that is being started.
         """
         if model != self.spec.model:
             return []
         spec, entry = load_manifest(manifest_path(self._options.manifest)).service(self.spec.name)
         present = self._plans[self.service.version]
         newest = with_checkpoint_of(present, make_plan(spec, entry, self._options.socket_dir))
-        return await self._swaps.swap(
-            self.spec.name, present, newest, on_swap=on_swap, drain_s=self.spec.drain_s
-        )
+        outcomes = await self._swaps.swap(
+            self.spec.name, present, newest, on_swap=on_swap, drain_s=self.spec.drain_s,
+            daemon_returns=daemon_returns,
+        )  # fmt: skip
+        if self.service.gives_way and any(o["outcome"] == "restarting" for o in outcomes):
+            # Their weights are gone, and they cannot have the new ones.
+            for engine in list(self.service.engines.values()):
+                if engine.phase is Phase.PARKED:
+                    self._end_behind(engine.number)
+        return outcomes
 
     def _end_behind(self, number: int) -> None:
         """End an engine with old weights; another is started in its place."""
@@ -854,7 +907,7 @@ class Supervisor:
     def _has_settled(self, version: int) -> bool:
         serving = self.service.serving
         return (serving is not None and serving.version == version) or (
-            not self.service.awake
+            not self.service.may_serve
             and any(
                 e.version == version and e.phase is Phase.PARKED
                 for e in self.service.engines.values()
@@ -863,6 +916,9 @@ class Supervisor:
 
     async def _set_awake(self, *, awake: bool) -> None:
         self.service.awake = awake
+        if self.service.gives_way and not awake:
+            # It keeps its share while it gives way, and sleeps already.
+            self._has_share = self.service.holder is not None
         self._step()
         await self._wait(
             lambda: (

@@ -30,6 +30,9 @@ _END_TIMEOUT_S = 5.0
 _END_PERIOD_S = 0.02
 _PERHAPS_DEAD = frozenset({"no-answer", "swap-failed"})
 _NOT_YET = frozenset({"another-rank", "still-loading"})
+# A daemon that restarts listens again within a second or two.
+_DAEMON_AWAY = frozenset({"no-daemon", "connection-lost"})
+_DAEMON_TIMEOUT_S = 30.0
 # Never, while it runs: other layers, kernels or settings, or weights from disk.
 _NEVER = frozenset({"not-live", "key-mismatch", "shared-weights", "eplb", "weight-transfer"})
 _TAKEN = frozenset({"swapped", "unchanged"})
@@ -58,7 +61,14 @@ class Swaps:
         self._turn = asyncio.Lock()
 
     async def swap(
-        self, name: str, present: StartPlan, newest: StartPlan, *, on_swap: str, drain_s: float
+        self,
+        name: str,
+        present: StartPlan,
+        newest: StartPlan,
+        *,
+        on_swap: str,
+        drain_s: float,
+        daemon_returns: bool = False,
     ) -> list[dict[str, Any]]:
         """What became of each engine, as SwapOutcome without `model`. `present` becomes `newest`
         unless the serving engine stays on the old weights.
@@ -66,8 +76,9 @@ class Swaps:
         async with self._turn:
             for _ in range(_ATTEMPTS):
                 outcomes = await self._swap_all(
-                    name, present, newest, on_swap=on_swap, drain_s=drain_s
-                )
+                    name, present, newest, on_swap=on_swap, drain_s=drain_s,
+                    daemon_returns=daemon_returns,
+                )  # fmt: skip
                 if outcomes is not None:
                     return outcomes
                 # The engine that served has died meanwhile: its successor is to have them.
@@ -75,14 +86,23 @@ class Swaps:
             return [{"engine": name, "outcome": "left", "reason": "its engines end one by one"}]
 
     async def _swap_all(
-        self, name: str, present: StartPlan, newest: StartPlan, *, on_swap: str, drain_s: float
+        self,
+        name: str,
+        present: StartPlan,
+        newest: StartPlan,
+        *,
+        on_swap: str,
+        drain_s: float,
+        daemon_returns: bool,
     ) -> list[dict[str, Any]] | None:
         """The same; None if the first engine ended instead of an answer."""
         outcomes: list[dict[str, Any]] = []
         behind = {e.number for e in self._service.engines.values() if e.phase is Phase.STARTING}
         self._behind |= behind
         for number in self._numbers():
-            said = await self._swap_one(number, on_swap=on_swap, drain_s=drain_s)
+            said = await self._swap_one(
+                number, on_swap=on_swap, drain_s=drain_s, daemon_returns=daemon_returns
+            )
             code = said.pop("code", "")
             said["engine"] = f"{name}/{number}"
             if said["outcome"] in _TAKEN:
@@ -134,8 +154,13 @@ class Swaps:
         ]
         return [e.number for e in sorted(up, key=lambda e: (not e.has_endpoint, e.number))]
 
-    async def _swap_one(self, number: int, *, on_swap: str, drain_s: float) -> dict[str, Any]:
-        deadline_s = time.monotonic() + _RANKS_TIMEOUT_S
+    async def _swap_one(
+        self, number: int, *, on_swap: str, drain_s: float, daemon_returns: bool = False
+    ) -> dict[str, Any]:
+        patience_s = dict.fromkeys(_NOT_YET, _RANKS_TIMEOUT_S)
+        if daemon_returns:
+            patience_s |= dict.fromkeys(_DAEMON_AWAY, _DAEMON_TIMEOUT_S)
+        began_s = time.monotonic()
         while True:
             try:
                 said = await self._running[number].ask(
@@ -144,7 +169,7 @@ class Swaps:
             except (EngineError, KeyError) as e:
                 reason = str(e) if isinstance(e, EngineError) else "it has ended"
                 return {"outcome": "left", "reason": reason, "code": "no-answer"}
-            if said.get("code") not in _NOT_YET or time.monotonic() > deadline_s:
+            if time.monotonic() - began_s > patience_s.get(said.get("code", ""), -1.0):
                 return said
             await asyncio.sleep(_RANKS_PERIOD_S)
 

@@ -47,6 +47,7 @@ from weightcached.index.tensors import (
     digest_of,
     encode,
 )
+from weightcached.system import paths
 from weightcached.system.fds import OwnedFd
 
 FORMAT_VERSION = 1
@@ -256,7 +257,7 @@ def all_snapshots(root: Path) -> list[tuple[str, str, Path]]:
 def make_private(directory: Path) -> None:
     """Make a directory for this user alone, or check an existing one. Raises SnapshotError."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.make_private(directory)
     except OSError as e:
         raise SnapshotError(f"cannot make {directory}: {e.strerror}") from e
     _open_directory(directory).close()

@@ -216,6 +216,24 @@ def data_home() -> Path:
     return Path(base) if base else home() / ".local/share"
 
 
+def cache_home() -> Path:
+    """$XDG_CACHE_HOME, or ~/.cache. Raises HomeError, also for a relative path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache")
+    if not base.is_absolute():
+        raise HomeError(f"XDG_CACHE_HOME is {base}, expected an absolute path")
+    return base
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory for this user alone, if there is none. Raises OSError.
+
+    So are those above it that are missing: with a umask of 002 its group could write to them, and
+    what is in them would not be believed.
+    """
+    for each in (*reversed(directory.parents), directory):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
 def manifest_path(explicit: Path | None = None) -> Path:
     """The manifest in force: the explicit one, the user's, or the machine's.
 

@@ -1,7 +1,8 @@
-"""Sizes, times and progress as a person reads them."""
+"""Sizes, times, progress and hints as a person reads them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -46,3 +47,12 @@ def progress_text(load: LoadState) -> str:
     if load.eta_s is not None:
         parts.append(f"{seconds_text(load.eta_s)} left")
     return ", ".join(parts)
+
+
+def near_miss(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or "" if no known word is close."""
+    # Its import would delay every command.
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from weightcached.config.located_yaml import near_miss
 from weightcached.errors import EXIT_USAGE
+from weightcached.system.text import near_miss
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:

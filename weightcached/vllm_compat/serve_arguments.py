@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from weightcached.config.located_yaml import near_miss
 from weightcached.errors import ArgumentError
+from weightcached.system.text import near_miss
 
 
 def parse(arguments: Mapping[str, Any]) -> argparse.Namespace:

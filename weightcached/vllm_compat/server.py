@@ -298,7 +298,9 @@ class VllmEngine:
         self._public: Any = None
         # Connections that came by the public socket.
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._sleeps = bool(client.vllm_config.model_config.enable_sleep_mode)
+        model = client.vllm_config.model_config
+        self._sleeps = bool(model.enable_sleep_mode)
+        self._backend = getattr(model, "sleep_mode_backend", None)
         self._asleep = asleep
 
     @property
@@ -311,6 +313,7 @@ class VllmEngine:
         return {
             "asleep": self._asleep,
             "sleeps": self._sleeps,
+            "unmaps": self._sleeps and self._backend == parked_start.BACKEND,
             "kv_blocks": cache.num_gpu_blocks,
             "kv_cache_bytes": _read_kv_cache_bytes(self._job),
             "free_bytes": self._free,

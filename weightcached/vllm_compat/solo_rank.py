@@ -9,7 +9,6 @@ that nobody sent.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch.distributed
 from torch import nn
 
 from weightcached.errors import LoadError, ManifestError
+from weightcached.system.text import near_miss
 from weightcached.vllm_compat.build import stage_of_platform
 from weightcached.wire.loader_job import LoaderJob
 
@@ -37,9 +37,9 @@ def create_vllm_config(job: LoaderJob) -> Any:
     known = {field.name for field in fields(EngineArgs)}
     for name in job.engine:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ManifestError(f"{job.cache}: this vLLM has no engine argument {name!r}{hint}")
+            raise ManifestError(
+                f"{job.cache}: this vLLM has no engine argument {name!r}{near_miss(name, known)}"
+            )
     load_general_plugins()
     try:
         # `mp`: otherwise vLLM would count the GPUs that this process sees, which is one for any
