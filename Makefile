@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Where PyTorch's CPU builds are, if pip is configured with no other place for them.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# Test processes that run at once, beside the engines.
-JOBS ?= $(shell nproc)
+# Test processes that run at once: one more than there are cores, because they also wait.
+JOBS ?= $(shell expr $$(nproc) + 1)
+# Lanes of engine tests. Most of an engine's start is one core's work; each lane takes 3 GB.
+LANES ?= 2
 SECONDS ?= 600
 KILLS ?= 500
 INPUTS ?= 100000
@@ -24,7 +26,7 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	@touch $@
 
 test: lint  ## all that CI runs: style, types, every test that needs no GPU and no limit in time
-	@$(MAKE) --no-print-directory -j 2 -k --output-sync=line unit engine
+	@$(MAKE) --no-print-directory -k unit engine
 
 check: lint  ## the quick loop: style, types, tests/unit on all cores
 	$(BIN)/pytest -q -n auto --dist loadfile tests/unit
@@ -41,7 +43,7 @@ unit: $(STAMP)  ## tests without an engine
 	$(BIN)/pytest -q -n $(JOBS) --dist loadfile tests/unit tests/process tests/systemd
 
 engine: $(STAMP)  ## end-to-end tests with a real vLLM engine on the CPU
-	$(BIN)/pytest -q tests/engine tests/everyday
+	$(BIN)/pytest -q -n $(LANES) --dist loadfile --no-loadscope-reorder tests/engine tests/everyday
 
 bench: $(STAMP)  ## tests that have limits in time, on a quiet machine: each figure beside its limit
 	$(BIN)/pytest -q --limits -m timed

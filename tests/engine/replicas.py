@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.generate import prompts
 from tests.engine.answers import open_channel
+from tests.engine.forking import fork_workers
 
 PROMPTS, TOKENS = 3, 16
 
@@ -59,6 +60,7 @@ async def answer(engine: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answer until standard input ends."""
     say = open_channel()
+    fork_workers()
     for line in sys.stdin:
         say(asyncio.run(answer(json.loads(line)["engine"])))
 

@@ -243,7 +243,11 @@ def test_load_beside_an_engine_that_starts_waits_for_the_end_of_its_start(
     engines.send(
         engine={"model": str(serving.paths["small"]), "load_format": "ipc_cache", "model_loader_extra_config": options}
     )  # fmt: skip
-    until(lambda: "attached pid=" in news(), "the engine attaches", bound_s=ANSWER_TIMEOUT_S)
+    until(
+        lambda: f"loads are held off engine=pid {engines.process.pid}" in news(),
+        "the engine has attached, and measures memory",
+        bound_s=ANSWER_TIMEOUT_S,
+    )
     # Its start goes on once the daemon has been asked to load.
     engines.process.send_signal(signal.SIGSTOP)
     names = ("small", "large", "other")

@@ -52,6 +52,7 @@ class Holds:
         if self.loading is not None:
             return None
         hold = Hold(process, name)
+        log.debug("loads are held off engine=%s", name)
         loop = asyncio.get_running_loop()
         self._holds[hold] = loop.call_later(self._limit_s, self._expire, hold)
         return hold
