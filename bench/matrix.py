@@ -257,6 +257,8 @@ def run(version: str, features: Sequence[str], other: str) -> dict[str, Any]:
     report.unlink(missing_ok=True)
     tests = dict.fromkeys(test for name in features for test in FEATURES[name].tests)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # Versions that share a cache of model infos overwrite each other's: one more import per start.
+    env["VLLM_CACHE_ROOT"] = str(HOME / version / "cache")
     env["WEIGHTCACHED_OTHER_PYTHON"] = str(HOME / other / "bin/python")
     python = str(HOME / version / "bin/python")
     subprocess.run(
