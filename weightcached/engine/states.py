@@ -106,6 +106,11 @@ class Service:
         if engine.version == self.version:
             self.error = ""
 
+    def is_up(self, number: int) -> bool:
+        """Whether an engine is there and not ending: its answer may come just before its end."""
+        engine = self.engines.get(number)
+        return engine is not None and engine.phase is not Phase.ENDING
+
     def parked(self, number: int) -> None:
         """The engine has been drained."""
         engine = self.engines[number]
@@ -114,9 +119,9 @@ class Service:
 
     def failed(self, number: int, reason: str, now_s: float) -> None:
         """The engine died, hangs, or failed to carry out a command: it ends. Never raises."""
-        engine = self.engines.get(number)
-        if engine is None or engine.phase is Phase.ENDING:
+        if not self.is_up(number):
             return
+        engine = self.engines[number]
         unproven = engine.phase in (Phase.STARTING, Phase.PROMOTING)
         engine.to(Phase.ENDING)
         if not unproven:

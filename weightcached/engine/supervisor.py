@@ -349,7 +349,7 @@ class Supervisor:
         except EngineError as e:
             self._end_failed(number, str(e))
             return
-        if not self._is_up(number):
+        if not self.service.is_up(number):
             return
         log.info("engine=%d taken back serving=%s", number, answer["serving"])
         self.service.ready(number)
@@ -502,11 +502,6 @@ class Supervisor:
             lambda reason: self._end_failed(number, reason),
         )
 
-    def _is_up(self, number: int) -> bool:
-        """Whether an engine is there and not ending: its answer may come just before its end."""
-        engine = self.service.engines.get(number)
-        return engine is not None and engine.phase is not Phase.ENDING
-
     async def _until_ready(self, number: int) -> None:
         engine = self._running.get(number)
         if engine is None:
@@ -519,13 +514,13 @@ class Supervisor:
             await asyncio.sleep(0.1)
             self._end_failed(number, engine.last_words() or str(e))
             return
-        if not self._is_up(number):
+        if not self.service.is_up(number):
             return
         plan = self._plans[self.service.engines[number].version]
         if not await self._swaps.catch_up(number, plan, drain_s=self.spec.drain_s):
             self._end_behind(number)
             return
-        if not self._is_up(number):
+        if not self.service.is_up(number):
             return
         engine.record.facts = facts
         engine.watch()
@@ -619,9 +614,9 @@ class Supervisor:
         self._step()
 
     def _end_failed(self, number: int, reason: str) -> None:
-        engine = self.service.engines.get(number)
-        if engine is None or engine.phase is Phase.ENDING or self._ended.is_set():
+        if not self.service.is_up(number) or self._ended.is_set():
             return
+        engine = self.service.engines[number]
         log.error("engine=%d %s: %s", number, engine.phase.value, reason)
         if engine.phase is Phase.SERVING and self._died_s is None:
             self._died_s = time.monotonic()
@@ -864,7 +859,7 @@ class Supervisor:
 
     def _end_behind(self, number: int) -> None:
         """End an engine with old weights; another is started in its place."""
-        if self._is_up(number):
+        if self.service.is_up(number):
             log.info("engine=%d cannot take the newest weights, another is started", number)
             self._begin(Action("end", number))
             self._step()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from weightcached.engine.plan import StartPlan
@@ -73,12 +74,12 @@ class Swaps:
         """What became of each engine, as SwapOutcome without `model`. `present` becomes `newest`
         unless the serving engine stays on the old weights.
         """
+        swap_one = partial(
+            self._swap_one, on_swap=on_swap, drain_s=drain_s, daemon_returns=daemon_returns
+        )
         async with self._turn:
             for _ in range(_ATTEMPTS):
-                outcomes = await self._swap_all(
-                    name, present, newest, on_swap=on_swap, drain_s=drain_s,
-                    daemon_returns=daemon_returns,
-                )  # fmt: skip
+                outcomes = await self._swap_all(name, present, newest, swap_one)
                 if outcomes is not None:
                     return outcomes
                 # The engine that served has died meanwhile: its successor is to have them.
@@ -90,19 +91,14 @@ class Swaps:
         name: str,
         present: StartPlan,
         newest: StartPlan,
-        *,
-        on_swap: str,
-        drain_s: float,
-        daemon_returns: bool,
+        swap_one: Callable[[int], Awaitable[dict[str, Any]]],
     ) -> list[dict[str, Any]] | None:
         """The same; None if the first engine ended instead of an answer."""
         outcomes: list[dict[str, Any]] = []
         behind = {e.number for e in self._service.engines.values() if e.phase is Phase.STARTING}
         self._behind |= behind
         for number in self._numbers():
-            said = await self._swap_one(
-                number, on_swap=on_swap, drain_s=drain_s, daemon_returns=daemon_returns
-            )
+            said = await swap_one(number)
             code = said.pop("code", "")
             said["engine"] = f"{name}/{number}"
             if said["outcome"] in _TAKEN:
@@ -139,8 +135,7 @@ class Swaps:
         """Whether the engine is ending or gone, now or in a moment."""
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         while time.monotonic() < deadline_s:
-            engine = self._service.engines.get(number)
-            if engine is None or engine.phase is Phase.ENDING:
+            if not self._service.is_up(number):
                 return True
             await asyncio.sleep(_END_PERIOD_S)
         return False
