@@ -99,6 +99,7 @@ class LoadRequest(NamedTuple):
     boot_id: str
     env: dict[str, str] = {}  # noqa: RUF012
     label: str = ""
+    prepares: bool = False
 
     def job(self, socket_fd: int, *, waits: bool) -> LoaderJob:
         fields = self._asdict()

@@ -573,7 +573,7 @@ class Reconciler:
             reason, path = await self._find_way_back(old)
             if path is not None:
                 # It imports what it needs while the engines serve.
-                run = self._start(want, look, at_once=False)
+                run = self._start(want, look, at_once=False, prepares=True)
                 reason = await self._wait_for_need(cache, run)
                 if run.is_over:
                     return await self._load_without(want, run)
@@ -769,13 +769,19 @@ class Reconciler:
             self.retries.failed(cache.name)
 
     def _start(
-        self, want: Wanted, look: Staleness | None, *, at_once: bool, along: bool = False
+        self,
+        want: Wanted,
+        look: Staleness | None,
+        *,
+        at_once: bool,
+        along: bool = False,
+        prepares: bool = False,
     ) -> QueuedRun:
         turn = asyncio.Event()
         if at_once:
             turn.set()
         cache = self._caches.ensure(want.name, want.role)
-        run = self._run_loader(cache, want, look, turn, along=along)
+        run = self._run_loader(cache, want, look, turn, along=along, prepares=prepares)
         return QueuedRun(turn, asyncio.create_task(run))
 
     async def _load(
@@ -817,11 +823,13 @@ class Reconciler:
         turn: asyncio.Event,
         *,
         along: bool,
+        prepares: bool,
     ) -> Delivery:
         expected_key = cache.load.expected_key if cache.load else None
         load = cache.begin_load()
         load.expected_key = expected_key
-        run = self._child(cache, self._request(cache, want), load, turn)
+        request = self._request(cache, want)._replace(prepares=prepares)
+        run = self._child(cache, request, load, turn)
         path = None if along else await self._find_snapshot(want, load, look)
         if path is not None:
             try:

@@ -30,7 +30,8 @@ class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensor ranks.
 
     Without `rendezvous` the rank is loaded alone. `waits`: another load has the device; this child
-    imports and configures meanwhile, and waits for its turn. `label`: the operator's name for the
+    imports and configures meanwhile, and waits for its turn. `prepares`: while it waits it may open the
+    device and lock host memory, but takes none of the device's. `label`: the operator's name for the
     weights.
     """
 
@@ -47,6 +48,7 @@ class LoaderJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     boot_id: str
     socket_fd: int
     waits: bool = False
+    prepares: bool = False
     label: str = ""
 
 
