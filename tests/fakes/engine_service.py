@@ -11,6 +11,8 @@ Arguments that it knows, all optional:
     x_swaps     a file with the answers to swaps, JSON by number of the engine: outcome, reason, code; and "newest",
                 the weights that an engine has afterwards if it swaps
     x_maps      a daemon's socket: map the weights of `model` from it; "weights" is their digest then
+    x_lends     a file with a line for each word about memory that engines lend each other
+    x_keeps_lent do not give such memory back
     x_keeps     keep them mapped while asleep, and say so; "secretly": and do not say so
 
 GET / answers {"engine": N, "pid": …, "core": …, "arguments": …, "at": …}, the last one by the clock of all
@@ -87,6 +89,7 @@ class FakeEngine:
             "core": self.core,
             "kv_cache_bytes": 1 << 20,
             "unmaps": unmaps,
+            "lends": "x_lends" in self.job.arguments,
         }
 
     def map(self) -> None:
@@ -130,6 +133,22 @@ class FakeEngine:
         self.asleep = True
         if self.mapped is not None:
             self.mapped.park()
+
+    async def expect_memory(self, directory: str) -> None:
+        self.note(f"{self.job.number} expects")
+
+    async def lend_memory(self, directory: str) -> None:
+        self.note(f"{self.job.number} lends to {Path(directory).name}")
+
+    async def forget_memory(self) -> None:
+        if "x_keeps_lent" in self.job.arguments:
+            raise EngineError("not this one")
+        self.note(f"{self.job.number} forgets")
+
+    def note(self, text: str) -> None:
+        if "x_lends" in self.job.arguments:
+            with open(self.job.arguments["x_lends"], "a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
 
     async def swap(self, *, on_swap: str, drain_s: float) -> dict[str, Any]:
         answers = json.loads(

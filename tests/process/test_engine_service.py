@@ -401,6 +401,79 @@ def _pidfds(pid: int) -> int:
     return sum("pidfd" in link for link in links)
 
 
+# ---- memory that the serving engine lends its standby
+
+
+@pytest.fixture
+def notes(short_tmp: Path) -> Callable[[], list[str]]:
+    """What the engines said of lent memory, with the engine that says it first."""
+    path = short_tmp / "lends"
+
+    def read() -> list[str]:
+        return path.read_text().splitlines() if path.exists() else []
+
+    return read
+
+
+def lending(short_tmp: Path, **more: Any) -> dict[str, Any]:
+    return {"x_lends": str(short_tmp / "lends"), **more}
+
+
+def test_standby_holds_the_serving_engines_memory(
+    make: Make, short_tmp: Path, notes: Callable[[], list[str]]
+) -> None:
+    service = make(arguments=lending(short_tmp)).start()
+    kill(service.until_standby()["pid"])
+    service.until_standby()
+    wanted = ["2 expects", "1 lends to 2", "3 expects", "2 lends to 3"]
+    until(lambda: len(notes()) >= len(wanted), "the second lends too")
+    assert notes() == wanted
+    service.kill_supervisor()
+    service.start()
+    until(lambda: len(notes()) >= 6, "a new supervisor does not know, and has it done again")
+    assert notes()[4:] == ["3 expects", "2 lends to 3"]
+
+
+def test_service_that_sleeps_holds_no_memory(
+    make: Make, short_tmp: Path, notes: Callable[[], list[str]]
+) -> None:
+    service = make(arguments=lending(short_tmp)).start()
+    service.until_standby()
+    until(lambda: len(notes()) == 2, "it is lent")
+    service.ask("sleep")
+    assert notes()[2:] == ["2 forgets"], "once weightcachectl says that it sleeps"
+    service.ask("wake")
+    until(lambda: len(notes()) >= 5, "it is lent again")
+    serving = service.status()["generation"]
+    assert notes()[3:] == [f"{3 - serving} expects", f"{serving} lends to {3 - serving}"]
+
+
+def test_standby_that_does_not_give_memory_back_is_ended(
+    make: Make, short_tmp: Path, notes: Callable[[], list[str]]
+) -> None:
+    service = make(arguments=lending(short_tmp, x_keeps_lent=True)).start()
+    service.until_standby()
+    until(lambda: len(notes()) == 2, "it is lent")
+    service.ask("sleep")
+    assert "engine=2 parked: it does not give memory back: not this one" in service.log
+
+
+def test_restarted_service_lends_to_the_engine_of_the_new_version_alone(
+    make: Make, short_tmp: Path, notes: Callable[[], list[str]]
+) -> None:
+    service = make(arguments=lending(short_tmp)).start()
+    service.until_standby()
+    until(lambda: len(notes()) == 2, "it is lent to the old standby")
+    service.write_manifest(arguments=lending(short_tmp, x_new=True))
+    service.ask("restart")
+    status = service.until_standby()
+    serving = status["generation"]
+    assert serving > 2
+    log = service.log
+    promoted = log.index(f"engine={serving} serving")
+    assert "2 forgets" in notes() or log.index("engine=2 ended") < promoted
+
+
 def test_idle_service_sleeps_and_the_next_connection_wakes_it(make: Make) -> None:
     service = make(idle_sleep_s=0.5).start()
     service.until(lambda s: s["state"] == "asleep", "it sleeps")

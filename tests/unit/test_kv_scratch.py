@@ -8,9 +8,12 @@ bench/sleep.py.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +45,7 @@ def driver() -> Iterator[FakeDriver]:
 
 
 def scratch_of(driver: FakeDriver, *, parked: bool) -> KvScratch:
-    return KvScratch(Gpu(DEVICE, driver), parked=parked, scratch_bytes=(UNIT,))
+    return KvScratch(Gpu(DEVICE, driver), parked=parked, scratch_bytes=UNIT)
 
 
 def free_bytes(driver: FakeDriver) -> int:
@@ -71,28 +74,11 @@ def test_awake_cache_has_zeroed_memory_of_its_own_at_the_same_addresses(driver: 
     address = scratch.allocate(SIZE)
     driver.write(address, b"left over")
     scratch.wake()
-    assert before - free_bytes(driver) == SIZE + UNIT
+    assert before - free_bytes(driver) == SIZE
     assert driver.read(address, SIZE) == bytes(SIZE)
     driver.write(address, b"one")
     driver.write(address + UNIT, b"two")
     assert driver.read(address, 3) == b"one"
-    scratch.free(address)
-    assert free_bytes(driver) == before
-
-
-def test_large_scratch_lies_under_most_and_small_scratch_under_the_rest(driver: FakeDriver) -> None:
-    before = free_bytes(driver)
-    scratch = KvScratch(Gpu(DEVICE, driver), parked=True, scratch_bytes=(4 * UNIT, UNIT))
-    address = scratch.allocate(9 * UNIT + 1)
-    assert scratch.nbytes == 10 * UNIT
-    assert (before - free_bytes(driver), driver.live().mappings) == (5 * UNIT, 4)
-    driver.write(address, b"large")
-    driver.write(address + 9 * UNIT, b"small")
-    assert driver.read(address + 4 * UNIT, 5) == b"large"
-    assert driver.read(address + 8 * UNIT, 5) == b"small"
-    scratch.wake()
-    assert driver.read(address, scratch.nbytes) == bytes(10 * UNIT)
-    scratch.park()
     scratch.free(address)
     assert free_bytes(driver) == before
 
@@ -113,13 +99,17 @@ def test_cycles_leave_nothing_behind_and_wake_to_zeros(driver: FakeDriver) -> No
     scratch.free(address)
 
 
-def test_started_awake_there_is_no_scratch_until_it_sleeps(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("started_parked", [True, False])
+def test_asleep_nothing_lies_under_the_addresses(driver: FakeDriver, started_parked: bool) -> None:
     before = free_bytes(driver)
-    scratch = scratch_of(driver, parked=False)
+    scratch = scratch_of(driver, parked=started_parked)
     address = scratch.allocate(SIZE)
+    scratch.wake()
     assert before - free_bytes(driver) == SIZE
     scratch.park()
-    assert before - free_bytes(driver) == UNIT
+    assert (before - free_bytes(driver), driver.live().mappings) == (0, 0)
+    scratch.wake()
+    assert driver.read(address, SIZE) == bytes(SIZE)
     scratch.free(address)
 
 
@@ -305,3 +295,144 @@ def test_reason_for_no_memory_is_raised_instead_of_torchs(
     fake.free(address + 1, SIZE, 0, None)
     assert "the KV cache's memory stays until this process ends" in caplog.text
     fake.free(address, SIZE, 0, None)
+
+
+# ---- lent memory
+
+
+def lend(driver: FakeDriver, path: Path, *, wanted: int = SIZE) -> tuple[KvScratch, KvScratch]:
+    """A cache that is awake and has lent its SIZE bytes to the other, which wants `wanted`."""
+    serving, standby = scratch_of(driver, parked=False), scratch_of(driver, parked=True)
+    serving.allocate(SIZE)
+    standby.allocate(wanted)
+    standby.expect(path)
+    serving.lend(path)
+    return serving, standby
+
+
+def memory_of(scratch: KvScratch) -> int:
+    """Which memory the one range of a cache that is awake lies over."""
+    (each,) = scratch._ranges.values()
+    assert each.memory is not None
+    return os.fstat(each.memory.fileno()).st_ino
+
+
+def free_all(*scratches: KvScratch) -> None:
+    for scratch in scratches:
+        for address in list(scratch._ranges):
+            scratch.free(address)
+
+
+def test_successor_has_the_memory_of_a_cache_that_is_gone_and_lends_it_on(
+    driver: FakeDriver, tmp_path: Path
+) -> None:
+    before = free_bytes(driver)
+    serving, standby = lend(driver, tmp_path / "kv-0.sock")
+    (old,), (new,) = serving._ranges, standby._ranges
+    driver.write(old, b"of the old engine")
+    memory = memory_of(serving)
+    serving.free(old)
+    standby.wake(wait_s=0)
+    assert memory_of(standby) == memory
+    assert driver.read(new, SIZE) == bytes(SIZE)
+    driver.write(new, b"of the new one")
+
+    third = scratch_of(driver, parked=True)
+    third.allocate(SIZE)
+    third.expect(tmp_path / "kv-0.sock")
+    standby.lend(tmp_path / "kv-0.sock")
+    standby.park()
+    third.wake(wait_s=0)
+    assert memory_of(third) == memory
+    assert driver.read(next(iter(third._ranges)), SIZE) == bytes(SIZE)
+    free_all(standby, third)
+    assert free_bytes(driver) == before
+
+
+def test_only_the_last_that_was_lent_is_held(driver: FakeDriver, tmp_path: Path) -> None:
+    path = tmp_path / "kv-0.sock"
+    before = free_bytes(driver)
+    first, standby = lend(driver, path)
+    free_all(first)
+    second = scratch_of(driver, parked=False)
+    second.allocate(SIZE)
+    second.lend(path)
+    memory = memory_of(second)
+    free_all(second)
+    standby.wake(wait_s=0)
+    assert memory_of(standby) == memory
+    assert before - free_bytes(driver) == SIZE
+    free_all(standby)
+
+
+def test_memory_of_another_size_is_given_back_before_free_memory_is_waited_for(
+    driver: FakeDriver, tmp_path: Path
+) -> None:
+    before = free_bytes(driver)
+    serving, standby = lend(driver, tmp_path / "kv-0.sock", wanted=SIZE + UNIT)
+    memory = memory_of(serving)
+    free_all(serving)
+    standby.wake(wait_s=0)
+    assert memory_of(standby) != memory
+    assert before - free_bytes(driver) == SIZE + UNIT
+    free_all(standby)
+
+
+@pytest.mark.parametrize("how", ["forget", "expect"])
+def test_what_was_lent_can_be_given_back(driver: FakeDriver, tmp_path: Path, how: str) -> None:
+    path = tmp_path / "kv-0.sock"
+    before = free_bytes(driver)
+    serving, standby = lend(driver, path)
+    free_all(serving)
+    if how == "forget":
+        standby.forget()
+    else:
+        standby.expect(path)
+    assert before - free_bytes(driver) == UNIT
+    standby.forget()
+    standby.wake(wait_s=0)
+    free_all(standby)
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemsetD8"]
+)
+def test_failed_wake_on_lent_memory_lets_it_go_and_can_be_repeated(
+    driver: FakeDriver, tmp_path: Path, call: str
+) -> None:
+    before = free_bytes(driver)
+    serving, standby = lend(driver, tmp_path / "kv-0.sock")
+    free_all(serving)
+    driver.fail(call)
+    with pytest.raises(CudaError):
+        standby.wake(wait_s=0)
+    assert standby.parked
+    assert before - free_bytes(driver) == UNIT
+    standby.wake(wait_s=0)
+    free_all(standby)
+    assert free_bytes(driver) == before
+
+
+def test_cache_asleep_has_nothing_to_lend(driver: FakeDriver, tmp_path: Path) -> None:
+    path = tmp_path / "kv-0.sock"
+    serving, standby = lend(driver, path)
+    standby.expect(path)
+    serving.park()
+    serving.lend(path)
+    before = free_bytes(driver)
+    standby.wake(wait_s=0)
+    assert before - free_bytes(driver) == SIZE - UNIT
+    free_all(serving, standby)
+
+
+def test_strangers_words_at_the_socket_are_nothing(driver: FakeDriver, tmp_path: Path) -> None:
+    path = tmp_path / "kv-0.sock"
+    serving, standby = lend(driver, path)
+    for words in (b"hello", b"[1]", b"{}"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(str(path))
+            sock.send(words)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(str(path))
+        standby.wake(wait_s=0)
+    free_all(serving, standby)

@@ -48,6 +48,15 @@ class AsyncEngine(Protocol):
     async def sleep(self) -> None:
         """Free memory that an engine without requests does not need, if there is any."""
 
+    async def expect_memory(self, directory: str) -> None:
+        """While it sleeps: hold what another engine lends to the one in `directory`, this one."""
+
+    async def lend_memory(self, directory: str) -> None:
+        """Lend what sleep() would free to the engine in `directory`, to be taken when it wakes."""
+
+    async def forget_memory(self) -> None:
+        """Give back what was lent."""
+
     async def swap(self, *, on_swap: str, drain_s: float) -> dict[str, Any]:
         """Map the newest weights while it runs; as SwapOutcome, with a `code` if it does not.
 
@@ -110,6 +119,15 @@ class EngineChild:
         if command == "swap":
             async with self._turn:
                 return await self._engine.swap(**arguments), None
+        if command == "expect_memory":
+            await self._engine.expect_memory(self._job.directory)
+            return {}, None
+        if command == "lend_memory":
+            await self._engine.lend_memory(**arguments)
+            return {}, None
+        if command == "forget_memory":
+            await self._engine.forget_memory()
+            return {}, None
         if command == "socket":
             return {}, self._public.fileno()
         raise EngineError(f"no command {command!r}")

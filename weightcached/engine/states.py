@@ -185,7 +185,7 @@ class Service:
             return self._wind_up()
         actions: list[Action] = []
         holder = self.holder
-        successor = self._successor()
+        successor = self.successor
         if holder is None and self.may_serve and successor is not None:
             actions.append(Action("promote", successor.number))
             holder = successor
@@ -206,7 +206,8 @@ class Service:
                 actions.append(Action("end", engine.number))
         return actions
 
-    def _successor(self) -> Engine | None:
+    @property
+    def successor(self) -> Engine | None:
         """The parked engine to promote: of the wanted version first, then of the one that works."""
         parked = [e for e in self.engines.values() if e.phase is Phase.PARKED]
         rank = sorted(

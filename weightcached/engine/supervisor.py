@@ -30,6 +30,7 @@ from weightcached.config.manifest import ModelSpec, OnSwap, load_manifest
 from weightcached.config.ranks import layout_of
 from weightcached.engine import control, endpoint, manager, running, tree
 from weightcached.engine.giving_way import GivingWay
+from weightcached.engine.lending import Lending
 from weightcached.engine.plan import StartPlan, make_plan, with_checkpoint_of
 from weightcached.engine.records import Record, read_record, record_of
 from weightcached.engine.running import Running
@@ -161,6 +162,9 @@ class Supervisor:
         self._running: dict[int, Running] = {}
         self._swaps = Swaps(
             self.service, self._running, end=self._end_behind, restart=self._restart_for
+        )
+        self._lending = Lending(
+            self.service, self._running, keep=self._keep, failed=self._end_failed
         )
         self._giving_way = GivingWay(
             self.service,
@@ -333,6 +337,7 @@ class Supervisor:
 
     def _take_back_one(self, record: Record, version: int) -> None:
         self.service.started(version, number=record.number)
+        self._lending.taken_back(record.number)
         self._follow(record)
 
     async def _examine(self, record: Record) -> None:
@@ -367,6 +372,7 @@ class Supervisor:
             return
         for action in self.service.decide(time.monotonic()):
             self._begin(action)
+        self._lending.offer()
         self._set_timer()
         self._watch_for_wake()
         self._tell()
@@ -539,6 +545,8 @@ class Supervisor:
 
     async def _promote(self, engine: Engine) -> None:
         number = engine.number
+        await self._lending.give_back(but=number)
+        self._lending.gone(number)
         try:
             took = await self._take_endpoint(number)
         except EngineError as e:
@@ -609,6 +617,8 @@ class Supervisor:
             "engine=%d drained service=%s after=%.3fs sleep=%.3fs cut=%d", number, self.spec.name,
             took["drain_s"], took["sleep_s"], took["cut"],
         )  # fmt: skip
+        if not self.service.may_serve:
+            await self._lending.give_back()
         self._has_share = self.service.awake
         self.service.parked(number)
         self._step()
@@ -644,6 +654,7 @@ class Supervisor:
             log.info("engine=%d ended service=%s after=%.3fs", number, self.spec.name, took_s)
             del self._running[number]
             self._keep(engine.bury())
+        self._lending.gone(number)
         self.service.gone(number)
         self._step()
 

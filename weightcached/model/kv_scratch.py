@@ -1,12 +1,12 @@
 """A KV cache whose addresses outlive its memory.
 
-While an engine is parked, the whole range lies over small scratch allocations, mapped again and
-again. A warm-up or the capture of a graph finds memory there and leaves bytes that nobody reads.
-While the engine is awake, the range lies over real memory, zeroed. Addresses never change, so
-graphs captured over scratch memory work over real memory.
+While an engine starts parked, the whole range lies over one small scratch allocation, mapped again
+and again. A warm-up or the capture of a graph finds memory there and leaves bytes that nobody reads.
+While the engine is awake, the range lies over real memory, zeroed. In sleep it lies over nothing.
+Addresses never change, so graphs captured over scratch memory work over real memory.
 
-vLLM's own allocator leaves the range empty instead, so it can neither start an engine without the
-memory nor capture graphs meanwhile.
+vLLM's own allocator has no scratch, so it can neither start an engine without the memory nor capture
+graphs meanwhile.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightcached.errors import OutOfDeviceMemoryError, SegmentError
+from weightcached.model.kv_lending import Inbox, lend
 from weightcached.segments.cuda_driver import Allocation, CudaError, Gpu, Reservation
+from weightcached.system.fds import OwnedFd, close_all
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("vllm.weightcached")
 
-# The largest first; each is a multiple of the next. One of 64 MiB alone made an H200 take 0.4 s to put 100 GiB
-# over it, 0.2 ms for each mapping; the small one keeps what a range is rounded up by small.
-SCRATCH_BYTES = (256 << 20, 32 << 20)
+# What a range is rounded up by. Larger ones are no faster: 0.3 s for 100 GiB on an H200 with 256 MiB too.
+SCRATCH_BYTES = 64 << 20
 # The memory of a process that was killed comes back a little after the process is gone: 94 GiB take
 # 0.35 s.
 MEMORY_WAIT_S = 3.0
@@ -41,26 +43,26 @@ class ParkedAllocationError(SegmentError):
 
 
 class _Range:
-    """Addresses, and whether memory of their own is under them."""
+    """Addresses, whether anything is under them, and a descriptor on memory of their own."""
 
     def __init__(self, reservation: Reservation, nbytes: int) -> None:
         self.reservation = reservation
         self.address = reservation.address
         self.nbytes = nbytes
         self.mapped = False
+        self.memory: OwnedFd | None = None
 
 
 class KvScratch:
     """The ranges of one KV cache on one GPU. Parked or awake, all of them together."""
 
-    def __init__(
-        self, gpu: Gpu, *, parked: bool, scratch_bytes: Sequence[int] = SCRATCH_BYTES
-    ) -> None:
+    def __init__(self, gpu: Gpu, *, parked: bool, scratch_bytes: int = SCRATCH_BYTES) -> None:
         self.parked = parked
         self._gpu = gpu
         self._scratch_bytes = scratch_bytes
-        # By size, as far as they were needed.
-        self._scratch: dict[int, Allocation] = {}
+        # From a parked start to the first wake.
+        self._scratch: Allocation | None = None
+        self._inbox: Inbox | None = None
         self._ranges: dict[int, _Range] = {}
 
     @property
@@ -82,16 +84,15 @@ class KvScratch:
                     f"{told}: this engine cannot start parked, leave start_parked out"
                 )
             log.warning("%s; its content is lost in sleep, as with vLLM's own back end", told)
-        # A multiple of the smallest scratch allocation, which is one of the granularity.
-        unit = self._scratch_bytes[-1]
-        size = -(-nbytes // unit) * unit
+        # A multiple of the scratch allocation, which is one of the granularity.
+        size = -(-nbytes // self._scratch_bytes) * self._scratch_bytes
         with self._gpu.context.current():
             new = _Range(self._gpu.reserve(size, failing), size)
             try:
                 if self.parked:
                     self._map_scratch(new, failing)
                 else:
-                    self._map_memory(new, self._allocate(size, failing), failing)
+                    self._place(new, self._memory_for(new, failing), failing)
             except BaseException:
                 self._unmap(new, failing)
                 new.reservation.close()
@@ -108,54 +109,86 @@ class KvScratch:
             self._unmap(gone, failing)
             gone.reservation.close()
             if not self._ranges:
-                for scratch in self._scratch.values():
-                    scratch.close()
-                self._scratch.clear()
+                self._let_scratch_go()
 
     def park(self) -> None:
-        """Give the memory back and put scratch under the addresses. Raises CudaError."""
+        """Give the memory back; the addresses stay. Raises CudaError."""
         if self.parked:
             return
         failing = f"cannot give back a KV cache of {self.nbytes} bytes"
         with self._gpu.context.current():
             self._gpu.context.synchronize(failing)
-            # First the step that may find no room.
-            for each in self._ranges.values():
-                self._scratch_under(each, failing)
             self.parked = True
+            # No scratch: an engine asleep runs nothing, and mapping it takes four times as long.
             for each in self._ranges.values():
                 self._unmap(each, failing)
-                self._map_scratch(each, failing)
 
     def wake(self, *, wait_s: float = MEMORY_WAIT_S) -> None:
-        """Put zeroed memory under the addresses; waits up to `wait_s` for it to become free.
+        """Put zeroed memory under the addresses: what was lent, or free memory, for which it waits
+        up to `wait_s`.
 
         Raises OutOfDeviceMemoryError, still parked then and able to try again, and CudaError.
         """
         if not self.parked:
             return
         failing = f"cannot wake a KV cache of {self.nbytes} bytes"
-        self._wait_for_memory(failing, wait_s)
-        with self._gpu.context.current(), contextlib.ExitStack() as handles:
-            taken: list[tuple[_Range, Allocation]] = []
-            for each in self._ranges.values():
-                allocation = self._allocate(each.nbytes, failing)
-                # The mapping keeps the memory alive by itself.
-                handles.callback(allocation.close)
-                taken.append((each, allocation))
-            self._gpu.context.synchronize(failing)
+        ranges = list(self._ranges.values())
+        memory = self._take_lent()
+        if not memory:
+            self._wait_for_memory(failing, wait_s)
+        with self._gpu.context.current():
             try:
-                for each, allocation in taken:
+                for each in ranges[len(memory) :]:
+                    memory.append(self._memory_for(each, failing))
+                self._gpu.context.synchronize(failing)
+                for each, fd in zip(ranges, memory, strict=True):
                     self._unmap(each, failing)
-                    self._place(each, allocation, failing)
+                    self._place(each, fd, failing)
                     self._gpu.zero(each.address, each.nbytes, failing)
                 self._gpu.context.synchronize(failing)
             except BaseException:
-                for each, _ in taken:
+                for each in ranges:
                     self._unmap(each, failing)
-                    self._map_scratch(each, failing)
+                    if self._scratch is not None:
+                        self._map_scratch(each, failing)
+                close_all(memory)
                 raise
-        self.parked = False
+            self.parked = False
+            self._let_scratch_go()
+
+    def expect(self, path: Path) -> None:
+        """From now on memory can be lent to this cache, at a socket. Raises OSError."""
+        self.forget()
+        self._inbox = Inbox(path)
+
+    def forget(self) -> None:
+        """Give back what was lent."""
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            inbox.close()
+
+    def lend(self, path: Path) -> None:
+        """Lend the memory under the addresses, if it is awake, to the cache that expects it there.
+
+        Raises OSError, ProtocolError.
+        """
+        ranges = list(self._ranges.values())
+        fds = [each.memory for each in ranges if each.memory is not None]
+        if fds and len(fds) == len(ranges):
+            lend(path, [each.nbytes for each in ranges], fds)
+
+    def _take_lent(self) -> list[OwnedFd]:
+        """Descriptors for all ranges, or none."""
+        lent = self._inbox.take() if self._inbox is not None else None
+        self.forget()
+        if lent is None:
+            return []
+        wanted = [each.nbytes for each in self._ranges.values()]
+        if lent.nbytes == wanted and len(lent.fds) == len(wanted):
+            return lent.fds
+        # Before the wait for memory: it is only free then.
+        close_all(lent.fds)
+        return []
 
     def _wait_for_memory(self, failing: str, wait_s: float) -> None:
         deadline_s = time.monotonic() + wait_s
@@ -182,45 +215,51 @@ class KvScratch:
                 f"{failing}: {free} of {total} bytes are free", code="no-room"
             ) from e
 
-    def _map_memory(self, new: _Range, allocation: Allocation, failing: str) -> None:
+    def _memory_for(self, each: _Range, failing: str) -> OwnedFd:
+        allocation = self._allocate(each.nbytes, failing)
         try:
-            self._place(new, allocation, failing)
+            return allocation.export(failing)
         finally:
             allocation.close()
 
-    def _place(self, each: _Range, allocation: Allocation, failing: str) -> None:
-        self._gpu.place(each.address, each.nbytes, allocation, failing)
-        each.mapped = True
+    def _place(self, each: _Range, memory: OwnedFd, failing: str) -> None:
+        """Put memory under the addresses. From here on the descriptor is the range's."""
+        each.memory = memory
+        allocation = self._gpu.adopt(memory, failing)
+        try:
+            self._gpu.place(each.address, each.nbytes, allocation, failing)
+            each.mapped = True
+        finally:
+            allocation.close()
         self._gpu.open(each.address, each.nbytes, failing)
 
     def _map_scratch(self, each: _Range, failing: str) -> None:
-        address = each.address
+        if self._scratch is None:
+            self._scratch = self._allocate(self._scratch_bytes, failing)
+        done = 0
         try:
-            for size, scratch in self._scratch_under(each, failing):
-                self._gpu.place(address, size, scratch, failing)
-                address += size
+            while done < each.nbytes:
+                self._gpu.place(each.address + done, self._scratch_bytes, self._scratch, failing)
+                done += self._scratch_bytes
         except CudaError:
-            if address > each.address:
-                self._gpu.take_away(each.address, address - each.address, failing)
+            if done:
+                self._gpu.take_away(each.address, done, failing)
             raise
         each.mapped = True
         self._gpu.open(each.address, each.nbytes, failing)
 
-    def _scratch_under(self, each: _Range, failing: str) -> list[tuple[int, Allocation]]:
-        """The allocations under the range while it is parked, in order, with sizes."""
-        left, pieces = each.nbytes, []
-        for size in self._scratch_bytes:
-            count, left = divmod(left, size)
-            if count and size not in self._scratch:
-                self._scratch[size] = self._allocate(size, failing)
-            if count:
-                pieces += [(size, self._scratch[size])] * count
-        return pieces
+    def _let_scratch_go(self) -> None:
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
 
     def _unmap(self, each: _Range, failing: str) -> None:
         if each.mapped:
             self._gpu.take_away(each.address, each.nbytes, failing)
             each.mapped = False
+        if each.memory is not None:
+            each.memory.close()
+            each.memory = None
 
 
 # Torch calls these when a pool needs memory or gives it back.

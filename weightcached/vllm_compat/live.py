@@ -21,6 +21,10 @@ log = logging.getLogger("vllm.weightcached")
 SWAP = "weightcached_swap"
 PREPARE = "weightcached_prepare_swap"
 LABELS = "weightcached_labels"
+# Each returns why it could not, or "".
+EXPECT = "weightcached_expect_memory"
+LEND = "weightcached_lend_memory"
+FORGET = "weightcached_forget_memory"
 
 
 def install() -> None:

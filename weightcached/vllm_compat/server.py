@@ -314,6 +314,7 @@ class VllmEngine:
             "asleep": self._asleep,
             "sleeps": self._sleeps,
             "unmaps": self._sleeps and self._backend == parked_start.BACKEND,
+            "lends": self._sleeps and self._backend == parked_start.BACKEND,
             "kv_blocks": cache.num_gpu_blocks,
             "kv_cache_bytes": _read_kv_cache_bytes(self._job),
             "free_bytes": self._free,
@@ -335,6 +336,20 @@ class VllmEngine:
         if self._sleeps and not self._asleep:
             await self._client.sleep(level=1)
             self._asleep = True
+
+    async def expect_memory(self, directory: str) -> None:
+        await self._ask_workers(live.EXPECT, directory)
+
+    async def lend_memory(self, directory: str) -> None:
+        await self._ask_workers(live.LEND, directory)
+
+    async def forget_memory(self) -> None:
+        await self._ask_workers(live.FORGET)
+
+    async def _ask_workers(self, method: str, *arguments: Any) -> None:
+        reasons = await self._client.collective_rpc(method, args=arguments)
+        if any(reasons):
+            raise EngineError(next(filter(None, reasons)))
 
     async def swap(self, *, on_swap: str, drain_s: float) -> dict[str, Any]:
         said = await self._client.collective_rpc(live.PREPARE)

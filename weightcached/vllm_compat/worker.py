@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from torch import nn
 
 from weightcached.errors import CacheConfigMismatchError, SharedWeightsError
 from weightcached.index.tensors import TensorIndex
-from weightcached.model import bind, mapped
+from weightcached.model import bind, kv_lending, mapped
 from weightcached.model.bind import Storages
 from weightcached.model.kv_scratch import KvPool, KvScratch
 from weightcached.segments.cuda_driver import Gpu
-from weightcached.vllm_compat import guarded, parked_start
+from weightcached.vllm_compat import guarded, live, parked_start
 from weightcached.vllm_compat.build import gpu_of_worker
 from weightcached.vllm_compat.hooks import PostProcessing
 from weightcached.vllm_compat.patching import wrap_once
@@ -78,6 +79,9 @@ def install(
         worker.weightcached_prepare_swap = prepare_swap
         worker.weightcached_swap = swap
         worker.weightcached_labels = labels_of
+        setattr(worker, live.EXPECT, _answering(expect_memory))
+        setattr(worker, live.LEND, _answering(lend_memory))
+        setattr(worker, live.FORGET, _answering(forget_memory))
         setattr(worker, guarded.CALL, guarded.call)
 
 
@@ -168,6 +172,36 @@ def _then(callback: Callable[[], None], function: Any) -> Any:
 def kv_pool() -> KvPool | None:
     """The pool of this process's KV cache, if it is ours."""
     return _kv_pool
+
+
+def expect_memory(worker: Any, directory: str) -> None:
+    """Let another engine lend memory to this one's KV cache. Raises OSError."""
+    if _kv_pool is not None:
+        _kv_pool.scratch.expect(kv_lending.path_of(Path(directory), worker.rank))
+
+
+def lend_memory(worker: Any, directory: str) -> None:
+    """Lend the KV cache's memory to the engine there. Raises OSError, ProtocolError."""
+    if _kv_pool is not None:
+        _kv_pool.scratch.lend(kv_lending.path_of(Path(directory), worker.rank))
+
+
+def forget_memory(worker: Any) -> None:
+    """Give back what was lent."""
+    if _kv_pool is not None:
+        _kv_pool.scratch.forget()
+
+
+def _answering(function: Callable[..., None]) -> Callable[..., str]:
+    # vLLM's executor cannot take errors of several workers at once (guarded.py).
+    def answering(worker: Any, *arguments: Any) -> str:
+        try:
+            function(worker, *arguments)
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+        return ""
+
+    return answering
 
 
 def _sleep(original: Any) -> Any:
