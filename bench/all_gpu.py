@@ -161,6 +161,9 @@ def report(steps: list[Step], out: Path) -> None:
         if done is not None:
             how = f"status {done['status']} after {done['seconds']} s"
         print(f"{step.name:14} {how:24} expected {step.seconds:4} s   {step.fills}")
+        if how == "runs":
+            last = (out / f"{step.name}.log").read_text(errors="replace").splitlines()[-3:]
+            print("".join(f"    {line[:200]}\n" for line in last), end="")
     with tarfile.open(out / "figures.tar.gz", "w:gz") as tar:
         for path in sorted(out.rglob("*")):
             if path.suffix in (".json", ".log", ".done") and "models" not in path.parts:

@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 GIB = 1 << 30
+# Between sleep and wake, in every other cycle.
+REST_S = 1.0
 PARTS = ("cycles", "standby", "turns", "daemon", "own", "formats")
 OURS = {"enable_sleep_mode": True, "sleep_mode_backend": "weightcached"}
 COMPILED = {"max_model_len": 4096, "gpu_memory_utilization": 0.85}
@@ -375,6 +377,7 @@ class Bench:
         engine, count = self.engine(name), count or self.cycle_count
         sleeps: list[float] = []
         wakes: list[float] = []
+        at_once: list[float] = []
         used: list[int] = []
         rss: list[int] = []
         equal = 0
@@ -382,8 +385,10 @@ class Bench:
             for number in range(count):
                 sleeps.append(engine.ask("sleep")["seconds"])
                 asleep = self.used()
+                # The driver clears freed memory before it gives it out again.
+                time.sleep(REST_S if number % 2 else 0)
                 woke = engine.ask("wake")
-                wakes.append(woke["seconds"])
+                (wakes if number % 2 else at_once).append(woke["seconds"])
                 used.append(asleep)
                 rss.append(woke["rss"])
                 self.check(part, engine, "big", f"in cycle {number}")
@@ -392,6 +397,8 @@ class Bench:
             self.row(part, "cycles with equal tokens", equal)
             if len(used) > 1:
                 self._cycle_rows(part, sleeps, wakes, used, rss)
+                what = "wake right after the sleep, s, median"
+                self.row(part, what, statistics.median(at_once), None)
 
     def _cycle_rows(
         self, part: str, sleeps: list[float], wakes: list[float], used: list[int], rss: list[int]

@@ -307,6 +307,8 @@ class Bench:
                     break
                 self.swap(number)
                 time.sleep(0.5)
+                # What one leaves behind would add up.
+                self.results["swaps"][-1]["used_mib"] = self.used_bytes() >> 20
             self.results["longest_gap_s"] = max(asking.gaps, default=0.0)
             deadline_s = time.monotonic() + 20
             while self.used_bytes() > before + (64 << 20) and time.monotonic() < deadline_s:

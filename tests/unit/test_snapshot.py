@@ -429,6 +429,51 @@ def test_a_driver_that_fails_loses_nothing(
         restored(gpu_path, device=GPU)
 
 
+class Waiting(Channel):
+    """Its turn comes at once; at_turn is what the driver had given out by then."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        super().__init__()
+        self._driver = driver
+        self.at_turn: Live | None = None
+
+    def wait_for_turn(self) -> None:
+        self.at_turn = self._driver.live()
+
+
+@pytest.mark.parametrize("prepares", [True, False])
+def test_memory_is_locked_before_the_turn_if_the_job_says_so(
+    driver: FakeDriver, gpu_path: Path, monkeypatch: pytest.MonkeyPatch, prepares: bool
+) -> None:
+    backend = on_gpu(driver, monkeypatch)
+    channel = Waiting(driver)
+    restorer.restore(job(device=GPU, waits=True, prepares=prepares), channel, gpu_path)
+    assert channel.at_turn is not None
+    assert channel.at_turn.handles == 0, "no memory of the device"
+    assert channel.at_turn.locked == (restorer._readers() if prepares else 0)
+    assert driver.live().locked == 0
+    index_fd, *segments = channel.fds
+    mapping = backend.map(segments, [2 * MIB, 4 * MIB])
+    expected = random.Random(1).randbytes(4 * MIB)
+    assert mapping.read(1, 0, 4 * MIB).tobytes() == expected
+    mapping.close()
+    index_fd.close()
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_restorer_that_cannot_prepare_does_it_after_the_turn(
+    driver: FakeDriver, gpu_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    on_gpu(driver, monkeypatch)
+    driver.fail("cuMemHostAlloc", nth=nth)
+    channel = Waiting(driver)
+    restorer.restore(job(device=GPU, waits=True, prepares=True), channel, gpu_path)
+    assert channel.at_turn is not None
+    assert channel.at_turn.locked == 0
+    assert len(channel.fds) == 3
+    close_all(channel.fds)
+
+
 # ---- the children as processes
 
 

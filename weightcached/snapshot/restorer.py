@@ -168,8 +168,8 @@ def _fill(
         windows.close()
     # Each reader first locks its memory and copies for the rest of the time, so the copy itself took
     # the whole less the mean of that. While one locks, others copy: it is no time of its own.
-    locking_s = windows.locking_s
-    daemon.set_apart("locking", sum(locking_s) / _readers() + time.monotonic() - began_s)
+    locking_s = sum(windows.locking_s) / max(1, len(windows.locking_s))
+    daemon.set_apart("locking", locking_s + time.monotonic() - began_s)
 
 
 if __name__ == "__main__":
