@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,16 @@ CONNECT_S = 5.0
 NO_ANSWER = (OSError, EOFError, ProtocolError, msgspec.MsgspecError)
 # A service gives up earlier: after its drain_s, and a minute for the swap.
 _LONGEST_S = 3600.0
+_PROCESSES_TIMEOUT_S = 5.0
 _OWN = "llm.collective_rpc('weightcached_swap') in its program brings the newest, or restart the engine"
+
+
+class ServiceEngine(NamedTuple):
+    """An engine of a service, as that says. unmaps: its weights, if it is asked to in its sleep."""
+
+    name: str
+    unmaps: bool
+    processes: Collection[int]
 
 
 async def swap_engines(
@@ -92,6 +101,22 @@ async def ask_on(
 async def find_services(sockets: Path) -> list[Path]:
     """The sockets of engine services; their parent directories have the services' names."""
     return await asyncio.to_thread(lambda: sorted(sockets.glob("engines/*/service.sock")))
+
+
+async def processes_of(path: Path, model: str) -> list[ServiceEngine]:
+    """The engines of a service; none if it does not answer, so that they count as strangers."""
+    try:
+        with await packets.connect(str(path), timeout_s=CONNECT_S) as sock:
+            result = await ask_on(
+                sock, "processes", {"model": model}, timeout_s=_PROCESSES_TIMEOUT_S
+            )
+        return [
+            ServiceEngine(each["engine"], each["unmaps"], each["processes"])
+            for each in result["engines"]
+        ]
+    except (*NO_ANSWER, KeyError) as e:
+        log.info("no answer service=%s error=%r", path.parent.name, e)
+        return []
 
 
 def _left(model: str, leases: Leases, served: Sequence[Leased]) -> list[SwapOutcome]:
