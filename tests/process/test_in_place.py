@@ -407,3 +407,29 @@ def test_service_that_slept_before_sleeps_on(scene: Scene) -> None:
     assert "tiny/target: loaded, generation 2 in" in scene.publish(scene.new).end()
     assert scene.service.status()["state"] == "asleep"
     assert scene.weights() == digest_of(scene.new)
+
+
+def test_engines_of_a_service_that_stays_are_listed_once_and_one_of_nobody_beside_them(
+    scene: Scene,
+) -> None:
+    """With room for both generations."""
+    answers = scene.directory / "swaps"
+    left = {"outcome": "left", "reason": "a rank has no newer weights", "code": "timeout"}
+    answers.write_text(json.dumps({"1": left}))
+    # A standby that kept nothing mapped would have no row either.
+    scene.service.entry["arguments"] |= {"x_swaps": str(answers), "x_keeps": "yes"}
+    scene.keys = {}
+    scene.write()
+    scene.daemon.start()
+    scene.start_service(snapshot=False)
+    with scene.daemon.client() as stranger:
+        stranger.attach(key_of({"model": str(scene.old)})).close()
+        output = scene.publish(scene.new).end()
+        (old,) = scene.daemon.status().old_generations
+    assert len(old.engines) == 3, "the serving engine, its standby, and the one of nobody"
+    rows = [line[line.index("cpu0 ") :] for line in output.splitlines() if "cpu0 tiny: " in line]
+    assert sorted(rows) == [
+        "cpu0 tiny: chat/1 stays: a rank has no newer weights",
+        f"cpu0 tiny: pid {os.getpid()} stays on generation 1: llm.collective_rpc('weightcached_swap') in its program "
+        "brings the newest, or restart the engine",
+    ]

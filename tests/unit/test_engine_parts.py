@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator
@@ -21,6 +22,8 @@ from weightcached.config.engines import Listen
 from weightcached.config.manifest import load_manifest
 from weightcached.engine import control, endpoint, starting
 from weightcached.engine.plan import make_plan
+from weightcached.engine.records import record_of
+from weightcached.engine.running import Running
 from weightcached.engine.states import Phase
 from weightcached.engine.supervisor import Options, Supervisor
 from weightcached.engine.turns import DeviceTurns
@@ -295,6 +298,35 @@ def test_nothing_is_started_once_all_is_being_ended(
         with contextlib.suppress(AttributeError):
             made._step()
         assert (made.service.engines, made._tasks) == ({}, set())
+
+    run(test())
+
+
+# ---- processes
+
+
+def test_engine_that_starts_says_which_processes_it_has_by_now(tmp_path: Path) -> None:
+    """A worker of it may map weights already, and would count as nobody's."""
+
+    async def test() -> None:
+        script = "read _; sleep 1000 & echo; wait"
+        head = subprocess.Popen(
+            ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )  # fmt: skip
+        try:
+            record = record_of(1, "", head.pid, {})
+            engine = Running(record, tmp_path, tmp_path / "fence", lambda reason: None)
+            assert engine.processes() == [head.pid]
+            assert head.stdin
+            assert head.stdout
+            head.stdin.write(b"\n")
+            head.stdin.flush()
+            head.stdout.readline()
+            assert len(engine.processes()) == 2
+            engine.unwatch()
+        finally:
+            os.killpg(head.pid, signal.SIGKILL)
+            head.communicate()
 
     run(test())
 

@@ -826,7 +826,7 @@ class Supervisor:
             {
                 "engine": f"{self.spec.name}/{number}",
                 "unmaps": bool(found.record.facts.get("unmaps", not found.record.facts)),
-                "processes": sorted(found.tree.members),
+                "processes": found.processes(),
             }
             for number, found in self._running.items()
         ]
