@@ -768,6 +768,8 @@ class Supervisor:
             "share": self._turns.share,
             "used": self._last_used(),
             "supervisor_pid": os.getpid(),
+            # Engines that are to map new weights and cannot yet, with the reasons.
+            "waits": {f"{self.spec.name}/{n}": why for n, why in self._swaps.waits.items()},
             "engines": [self._engine_status(e) for e in self.service.engines.values()],
         }
 
