@@ -164,7 +164,7 @@ class Supervisor:
             self.service, self._running, end=self._end_behind, restart=self._restart_for
         )
         self._lending = Lending(
-            self.service, self._running, keep=self._keep, failed=self._end_failed
+            self.service, self._running, keep=self._keep, failed=self._end_failed, wait=self._wait
         )
         self._giving_way = GivingWay(
             self.service,
@@ -545,7 +545,8 @@ class Supervisor:
 
     async def _promote(self, engine: Engine) -> None:
         number = engine.number
-        await self._lending.give_back(but=number)
+        # Not waited for: it has what it was lent, and otherwise waits for memory to be free.
+        self._keep(self._lending.give_back(but=number))
         self._lending.gone(number)
         try:
             took = await self._take_endpoint(number)
@@ -617,11 +618,15 @@ class Supervisor:
             "engine=%d drained service=%s after=%.3fs sleep=%.3fs cut=%d", number, self.spec.name,
             took["drain_s"], took["sleep_s"], took["cut"],
         )  # fmt: skip
-        if not self.service.may_serve:
-            await self._lending.give_back()
-        self._has_share = self.service.awake
+        await self._leave_device()
         self.service.parked(number)
         self._step()
+
+    async def _leave_device(self) -> None:
+        """Before nobody has the endpoint: others may get the device if the service is to sleep."""
+        if not self.service.may_serve:
+            await self._lending.give_back()
+        self._has_share = self._has_share and self.service.awake
 
     def _end_failed(self, number: int, reason: str) -> None:
         if not self.service.is_up(number) or self._ended.is_set():
@@ -655,6 +660,8 @@ class Supervisor:
             del self._running[number]
             self._keep(engine.bury())
         self._lending.gone(number)
+        if self.service.engines[number].has_endpoint:
+            await self._leave_device()
         self.service.gone(number)
         self._step()
 
