@@ -39,13 +39,16 @@ from weightcached.system.gpus import list_gpus, visible_gpus  # noqa: E402
 MIB = 1 << 20
 ALLOWED_OVER = 256 * MIB
 UTILIZATION = 0.92
-START_TIMEOUT_S = 120.0
+# The first with CUDA graphs also compiles.
+START_TIMEOUT_S = 240.0
 READY_TIMEOUT_S = 240.0
 SIZES = {
     "8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "vocab": 128256},
     "small": {"hidden": 2048, "intermediate": 5632, "layers": 16, "heads": 16, "kv_heads": 8, "vocab": 32000},
 }  # fmt: skip
 TINY = {"hidden": 256, "intermediate": 512, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 1024}
+# Of every engine; main() changes it.
+ARGUMENTS = {"enforce_eager": True, "max_model_len": 2048}
 # Lines of an engine's log about its weights and its memory.
 _TELLING = (
     "attached ", "loading from disk", "the KV cache is ", "no room", "startup plan", "Available KV cache memory",
@@ -125,7 +128,7 @@ class Engine:
     def __init__(self, log: Path, environment: dict[str, str], *, kill: int, **engine: Any) -> None:
         self._log = log
         defaults = {
-            "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 2048, "seed": 0,
+            **ARGUMENTS, "skip_tokenizer_init": True, "seed": 0,
             "distributed_executor_backend": "uni", "gpu_memory_utilization": UTILIZATION,
         }  # fmt: skip
         question = json.dumps({"engine": defaults | engine, "kill": kill})
@@ -414,11 +417,12 @@ def make_checkpoints(
 )
 @click.option("--small", type=click.Path(path_type=Path), help="Use this one as the second model.")
 @click.option("--rows", default="", help="Only these, e.g. a,b.")
+@click.option("--graphs", is_flag=True, help="torch.compile and CUDA graphs, as by default.")
 @click.option("--cpu", is_flag=True, help="Tiny models on cpu0: tries the program, not the memory.")
 @click.option("--engine", "engine_question", hidden=True)
 def main(
-    json_path: Path | None, work: Path | None, model_path: Path | None, small: Path | None, rows: str, cpu: bool,
-    engine_question: str | None,
+    json_path: Path | None, work: Path | None, model_path: Path | None, small: Path | None, rows: str, graphs: bool,
+    cpu: bool, engine_question: str | None,
 ) -> None:  # fmt: skip
     """Start engines beside resident weights, one row after the other."""
     if engine_question is not None:
@@ -436,8 +440,8 @@ def main(
         given = {"8b": model_path, "small": small}
         paths = make_checkpoints(work, tiny=cpu, on="cpu" if cpu else "cuda", given=given)
         print(f"checkpoints after {time.monotonic() - began:.0f} s", flush=True)
-        arguments = {"enforce_eager": True, "max_model_len": 2048}
-        entries = [model(name, paths[name], device, **arguments) for name in SIZES]
+        ARGUMENTS["enforce_eager"] = not graphs
+        entries = [model(name, paths[name], device, **ARGUMENTS) for name in SIZES]
         daemon = Daemon(directory, device, entries[:1])
         stack.callback(daemon.close)
         every = Rows(daemon, directory, paths, set(filter(None, rows.split(","))))

@@ -38,7 +38,15 @@ from weightcached.segments.api import open_backend
 from weightcached.segments.cuda import CudaMapping
 from weightcached.segments.host import HostMapping
 from weightcached.system.paths import socket_path
-from weightcached.vllm_compat import build, drafts, live, parked_start, room, startup_plan
+from weightcached.vllm_compat import (
+    build,
+    drafts,
+    first_start,
+    live,
+    parked_start,
+    room,
+    startup_plan,
+)
 from weightcached.vllm_compat import worker as vllm_worker
 from weightcached.vllm_compat.build import all_ranks
 from weightcached.vllm_compat.hooks import PostProcessing
@@ -120,11 +128,14 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
             build.freeze_heap()
         self._hold_loads(vllm_config, [outcome.reason for outcome in found])
         external = self._external_bytes(vllm_config, found)
-        startup_plan.note(
-            vllm_config.cache_config.gpu_memory_utilization,
-            external,
-            [self._source(decision) for decision in found],
-        )
+        sources = [self._source(decision) for decision in found]
+        startup_plan.note(vllm_config.cache_config.gpu_memory_utilization, external, sources)
+        memory = build.device_memory()
+        if memory is not None and not parked_start.starts_parked(vllm_config):
+            budget_now = first_start.Budget(
+                free_bytes=memory[0], external_bytes=external, sources=sources
+            )
+            first_start.settle(vllm_config, budget_now)
         return external
 
     def _hold_loads(self, vllm_config: Any, reasons: Sequence[WeightcachedError | None]) -> None:
@@ -294,6 +305,7 @@ class IpcModelLoader(BaseModelLoader):  # type: ignore[misc]
                 return result
             self._give_up(vllm_config, model_config, result)
             startup_plan.changed("disk")
+            first_start.changed()
         return self._disk_loader().load_model(
             vllm_config=vllm_config, model_config=model_config, prefix=prefix
         )

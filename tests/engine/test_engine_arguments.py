@@ -19,7 +19,7 @@ from weightcached.wire.engine_job import Job
 GIB = 1 << 30
 REMEMBERED = {
     "kv_cache_bytes": 90 * GIB,
-    "free_bytes": 130 * GIB,
+    "ranks": {"0": {"free_bytes": 130 * GIB, "external_bytes": 15 * GIB, "sources": ["zero_copy"]}},
     "vllm": str(vllm.__version__),
     "torch": str(torch.__version__),
 }
@@ -29,16 +29,15 @@ def job(*, parked: bool = False, load_format: str = "ipc_cache", **more: Any) ->
     return Job(
         service="chat", number=2, digest="", directory="/run/x/chat/2", host="", port=0, path="",
         arguments={"model": "m", "load_format": load_format, "model_loader_extra_config": {"mode": "zero_copy"}},
-        parked=parked, devices=["GPU-0"], **more,
+        parked=parked, **more,
     )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 on CUDA, 130 GiB of it free."""
+    """vLLM 0.33 on CUDA."""
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     monkeypatch.setattr(server, "_knows_sleep_backends", lambda: True)
-    monkeypatch.setattr(server, "free_bytes", lambda device: 130 * GIB)
 
 
 def test_engine_that_maps_may_sleep() -> None:
@@ -70,13 +69,13 @@ def test_standby_with_a_vllm_that_cannot_is_refused(monkeypatch: pytest.MonkeyPa
         server._arguments(job(parked=True))
 
 
-def test_first_start_uses_what_the_last_one_measured_only_if_all_is_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert server._arguments(job(remembered=REMEMBERED))["kv_cache_memory_bytes"] == 90 * GIB
-    other = server._arguments(job(remembered=REMEMBERED | {"vllm": "0.1"}))
-    assert "kv_cache_memory_bytes" not in other
-    monkeypatch.setattr(server, "free_bytes", lambda device: 129 * GIB)
+def test_what_other_software_measured_is_not_remembered() -> None:
+    assert server._remembered(job(remembered=REMEMBERED)) == REMEMBERED
+    assert server._remembered(job(remembered=REMEMBERED | {"vllm": "0.1"})) == {}
+    assert server._remembered(job()) == {}
+
+
+def test_first_start_leaves_the_size_to_the_workers() -> None:
     assert "kv_cache_memory_bytes" not in server._arguments(job(remembered=REMEMBERED))
 
 

@@ -86,7 +86,7 @@ async def running(
         service="chat", number=1, digest="", directory=str(directory), host="", port=0, path="", arguments={}
     )  # fmt: skip
     client = Client(sleeps=sleeps)
-    engine = VllmEngine(job, client, server, serving, asleep=asleep, free=0)
+    engine = VllmEngine(job, client, server, serving, asleep=asleep)
     with socket.create_server(("127.0.0.1", 0)) as public:
         yield SimpleNamespace(engine=engine, public=public, client=client, slow=slow, config=config)
     await engine.stop_accepting(0.1)

@@ -1,8 +1,9 @@
 """The plug-in in a process with real vLLM, against a real daemon, on a device whose memory the test
 defines: one question and one answer per line.
 
-    {"options": {…}, "total": 100, "free": 80, "utilization": 0.92}
+    {"options": {…}, "total": 100, "free": 80, "utilization": 0.92, "directory": "…", "remembered": {}}
 
+The last two make it an engine of a service, which remembers what an equal one measured.
 An engine starts on a GPU with these numbers, up to vLLM's own check of its memory (request_memory).
 The answer has the bytes that vLLM gave it, the log, and the error that ended it. The CPU's workers
 have no such check.
@@ -29,7 +30,7 @@ def start(process: Process, question: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.worker.utils import request_memory
 
     from weightcache_loader import holds
-    from weightcached.vllm_compat import build
+    from weightcached.vllm_compat import build, first_start
 
     free, total = question["free"], question["total"]
     cache_config = process.config.cache_config
@@ -41,7 +42,12 @@ def start(process: Process, question: dict[str, Any]) -> dict[str, Any]:
         mock.patch.object(cache_config, "gpu_memory_utilization", question["utilization"]),
         mock.patch.object(cache_config, "kv_cache_memory_bytes", None),
         mock.patch.object(process.config, "instance_id", str(began)),
+        # The weights have a few MiB.
+        mock.patch.object(first_start, "_SLACK_BYTES", 64 << 10),
+        mock.patch.dict(os.environ),
     ):
+        if "directory" in question:
+            first_start.begin(question["directory"], question["remembered"])
         try:
             loader = process.loader(question["options"])
             external = loader.get_external_weight_memory(process.config)
@@ -50,6 +56,7 @@ def start(process: Process, question: dict[str, Any]) -> dict[str, Any]:
             )
             answer["external"] = external
             answer["requested"] = request_memory(snapshot, cache_config, external)
+            answer["kv_cache_bytes"] = cache_config.kv_cache_memory_bytes
         except Exception as e:
             answer["error"] = [type(e).__name__, str(e)]
     # A worker does that once it has captured its graphs.

@@ -29,6 +29,7 @@ from tests.engine.conftest import (
     checkpoint,
 )
 from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
+from weightcached.vllm_compat import first_start
 
 # They load with vLLM.
 pytestmark = pytest.mark.slow
@@ -51,16 +52,22 @@ class BudgetEngine:
             )  # fmt: skip
 
     def start(
-        self, device: Device, *, utilization: float = UTILIZATION, **options: Any
+        self,
+        device: Device,
+        *,
+        utilization: float = UTILIZATION,
+        service: dict[str, Any] | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
-        """Start one on this device, with the plug-in's `options`."""
+        """Start one on this device, with the plug-in's `options`. service: more of the question."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         options = {
             "socket_dir": str(self._socket_dir), "connect_timeout_s": READY_TIMEOUT_S, **options
         }  # fmt: skip
         question = {
-            "total": device.total, "free": device.free, "utilization": utilization, "options": options
+            "total": device.total, "free": device.free, "utilization": utilization, "options": options,
+            **(service or {}),
         }  # fmt: skip
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
@@ -96,8 +103,8 @@ class Setup:
             name: checkpoint(base / name, tied=False, dtype="bfloat16", seed=seed)
             for seed, name in enumerate(("small", "large", "other"))
         }
-        entries = [model(name, self.paths[name], **ENGINE) for name in ("small", "large")]
-        self.daemon = DaemonProcess(base, entries)
+        self.entries = [model(name, self.paths[name], **ENGINE) for name in ("small", "large")]
+        self.daemon = DaemonProcess(base, self.entries)
         self.daemon.loader_command = None
         self.daemon.env = ENVIRONMENT
         self.engines: dict[str, BudgetEngine] = {}
@@ -191,6 +198,67 @@ def test_engine_that_fits_beside_what_is_resident_loses_nothing(serving: Setup) 
     assert answer["external"] == 0
     assert costs(answer) == []
     assert answer["requested"] == math.ceil(0.45 * serving.device.total)
+
+
+class Service:
+    """Engines of a service, each with a directory of its own; what the first measured is remembered."""
+
+    def __init__(self, engines: BudgetEngine, directory: Path, kv_cache_bytes: int) -> None:
+        self._engines, self._directory, self._size = engines, directory, kv_cache_bytes
+        self._number = 0
+        self.remembered: dict[str, Any] = {}
+
+    def start(self, device: Device, **options: Any) -> int | None:
+        """Start one. Returns the size of the KV cache that it took; None if it measures."""
+        self._number += 1
+        own = self._directory / str(self._number)
+        own.mkdir()
+        question = {"directory": str(own), "remembered": self.remembered}
+        answer = self._engines.start(device, service=question, **options)
+        assert "error" not in answer, answer
+        found: int | None = answer["kv_cache_bytes"]
+        ranks = first_start.measured(own)
+        assert bool(ranks) is (found is None)
+        if ranks and not self.remembered:
+            self.remembered = {"kv_cache_bytes": self._size, "ranks": ranks}
+        return found
+
+
+def test_engine_takes_the_remembered_size_only_where_it_would_measure_the_same(
+    serving: Setup, tmp_path: Path
+) -> None:
+    device = serving.device
+    service = Service(serving.engines["small"], tmp_path, 5 << 20)
+    assert service.start(device) is None
+    assert service.start(device) == 5 << 20
+    # A neighbour came, or the one went that was there at the first start.
+    assert service.start(Device(sum(serving.resident.values()), more=1 << 20)) is None
+    assert service.start(Device(sum(serving.resident.values()), more=-1 << 20)) is None
+    assert service.start(device, mode="copy") is None
+    assert service.start(device) == 5 << 20
+
+
+def test_size_measured_without_room_kept_for_new_weights_is_not_used_with_it_nor_the_other_way_round(
+    serving: Setup, tmp_path: Path
+) -> None:
+    def set_live(live: bool) -> None:
+        write_manifest(serving.daemon.manifest, [e | {"live": live} for e in serving.entries])
+        serving.daemon.signal(signal.SIGHUP)
+        serving.daemon.until(
+            lambda s: all(c.live is live for c in s.caches), "the manifest is read"
+        )
+
+    services = [Service(serving.engines["small"], tmp_path / name, 5 << 20) for name in "ab"]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    try:
+        assert services[0].start(serving.device) is None
+        set_live(True)
+        assert [service.start(serving.device) for service in services] == [None, None]
+        assert services[1].start(serving.device) == 5 << 20
+    finally:
+        set_live(False)
+    assert [service.start(serving.device) for service in services] == [5 << 20, None]
 
 
 def test_engine_without_room_is_told_who_holds_it_and_what_helps(serving: Setup) -> None:

@@ -16,7 +16,7 @@ Arguments that it knows, all optional:
     x_keeps     keep them mapped while asleep, and say so; "secretly": and do not say so
 
 GET / answers {"engine": N, "pid": …, "core": …, "arguments": …, "at": …}, the last one by the clock of all
-processes; GET /until?PATH does so once PATH is there.
+processes; GET /until?PATH does so once PATH is there, GET /closing once the engine takes no more connections.
 """
 
 from __future__ import annotations
@@ -207,7 +207,9 @@ class FakeEngine:
         self._requests += 1
         self._active += 1
         try:
-            while path == "/until" and not Path(query).exists():
+            while (path == "/until" and not Path(query).exists()) or (
+                path == "/closing" and not self._closing
+            ):
                 await asyncio.sleep(0.01)
             body = {
                 "engine": self.job.number, "pid": os.getpid(), "core": self.core, "asleep": self.asleep,

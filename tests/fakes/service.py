@@ -176,13 +176,8 @@ class ServiceProcess:
         finally:
             self.process.send_signal(signal.SIGCONT)
 
-    def begin_stop(self) -> None:
-        """Have it end, and wait until it has begun to."""
-        assert self.process
-        self.process.send_signal(signal.SIGTERM)
-        self.until(lambda s: s["state"] == "stopping", "it stops")
-
     def stop(self) -> int:
+        """Have it end. A second time cuts requests off."""
         assert self.process
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

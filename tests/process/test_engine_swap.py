@@ -193,11 +193,13 @@ def test_swap_waits_for_ranks_whose_daemon_still_loads(scene: Scene, short_tmp: 
     said: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: said.extend(scene.swap()))
     thread.start()
-    thread.join(1.0)
+    status = scene.service.until(lambda s: bool(s["waits"]), "it says that it waits")
+    assert status["waits"] == {"chat/1": "not yet"}
     assert (said, scene.weights()) == ([], scene.old)
     loaded.touch()
     thread.join(BOUND_S)
     assert outcomes(said) == [("chat/1", "swapped"), ("chat/2", "swapped")]
+    assert scene.service.status()["waits"] == {}
 
 
 def test_engine_that_starts_meanwhile_is_swapped_before_it_is_used(

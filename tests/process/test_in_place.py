@@ -407,3 +407,58 @@ def test_service_that_slept_before_sleeps_on(scene: Scene) -> None:
     assert "tiny/target: loaded, generation 2 in" in scene.publish(scene.new).end()
     assert scene.service.status()["state"] == "asleep"
     assert scene.weights() == digest_of(scene.new)
+
+
+def test_engines_of_a_service_that_stays_are_listed_once_and_one_of_nobody_beside_them(
+    scene: Scene,
+) -> None:
+    """With room for both generations."""
+    answers = scene.directory / "swaps"
+    left = {"outcome": "left", "reason": "a rank has no newer weights", "code": "timeout"}
+    answers.write_text(json.dumps({"1": left}))
+    # A standby that kept nothing mapped would have no row either.
+    scene.service.entry["arguments"] |= {"x_swaps": str(answers), "x_keeps": "yes"}
+    scene.keys = {}
+    scene.write()
+    scene.daemon.start()
+    scene.start_service(snapshot=False)
+    with scene.daemon.client() as stranger:
+        stranger.attach(key_of({"model": str(scene.old)})).close()
+        output = scene.publish(scene.new).end()
+        (old,) = scene.daemon.status().old_generations
+    assert len(old.engines) == 3, "the serving engine, its standby, and the one of nobody"
+    rows = [line[line.index("cpu0 ") :] for line in output.splitlines() if "cpu0 tiny: " in line]
+    assert sorted(rows) == [
+        "cpu0 tiny: chat/1 stays: a rank has no newer weights",
+        f"cpu0 tiny: pid {os.getpid()} stays on generation 1: llm.collective_rpc('weightcached_swap') in its program "
+        "brings the newest, or restart the engine",
+    ]
+
+
+def test_reload_says_for_what_an_engine_waits(scene: Scene) -> None:
+    """As one whose other ranks have no newer weights yet; for two minutes nothing else would come."""
+    answers, loaded = scene.directory / "swaps", scene.directory / "loaded"
+    answer = {"outcome": "swapped", "generation": 2, "after": str(loaded)}
+    answers.write_text(json.dumps({"newest": "", "1": answer}))
+    scene.service.entry["arguments"]["x_swaps"] = str(answers)
+    scene.keys = {}
+    scene.write(live=False)
+    scene.daemon.start()
+    scene.start_service(snapshot=False)
+    command = [
+        sys.executable, "-m", "weightcached.cli.weightcachectl", "reload", "--live",
+        "--socket-dir", str(scene.daemon.runtime), "tiny",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as reload:  # fmt: skip
+        assert reload.stdout
+        assert reload.stderr
+        said = False
+        for line in reload.stderr:
+            said = said or line == "engine chat/1 waits: not yet\n"
+            if said:
+                loaded.touch()
+        output = reload.stdout.read()
+    assert said, "the command ended without the line"
+    assert "cpu0 tiny: chat/1 swapped to generation 2 in 10 ms" in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -34,7 +35,9 @@ from weightcached.wire.services import Reply, Request
 
 
 class FakeService:
-    """A supervisor's socket that answers `swap`, and keeps the questions."""
+    """A supervisor's socket that answers `swap`, and keeps the questions; and `processes`, if it has
+    any.
+    """
 
     def __init__(self, runtime: Path, name: str = "chat") -> None:
         self.asked: list[dict[str, Any]] = []
@@ -42,6 +45,7 @@ class FakeService:
             {"engine": f"{name}/1", "outcome": "swapped", "generation": 2, "drain_s": 1.5, "pause_s": 0.031}
         ]  # fmt: skip
         self.error = ""
+        self.processes: list[int] = []
         directory = runtime / "engines" / name
         directory.mkdir(parents=True, mode=0o700, exist_ok=True)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -58,12 +62,16 @@ class FakeService:
                 with peer, contextlib.suppress(OSError, EOFError):
                     request = msgspec.json.decode(recv_packet(peer, max_fds=0).data, type=Request)
                     error = self.error
+                    result = {"engines": self.answer}
                     if request.command == "swap":
                         self.asked.append(request.arguments)
+                    elif request.command == "processes" and self.processes:
+                        error = ""
+                        engine = {"engine": "chat/1", "unmaps": True, "processes": self.processes}
+                        result = {"engines": [engine]}
                     else:
                         # As `status` asks it.
                         error = "not now"
-                    result = {"engines": self.answer}
                     reply = Reply(number=request.number, error=error, result=result)
                     send_packet(peer, msgspec.json.encode(reply), [])
 
@@ -209,6 +217,21 @@ def test_engine_of_its_own_is_named_and_may_attach_to_the_newest_generation(scen
             # The acknowledgement: the old generation's last lease has ended.
             status = scene.daemon.until(lambda s: not s.old_generations, "the old one is freed")
             assert [e.generation for e in status.caches[0].engines] == [2]
+
+
+@pytest.mark.parametrize("answers", ["both", "swap", "processes"])
+def test_engine_of_a_service_is_unasked_unless_the_service_answers_for_it(
+    scene: Scene, answers: str
+) -> None:
+    scene.start()
+    scene.service.error = "not now" if answers == "processes" else ""
+    scene.service.processes = [] if answers == "swap" else [os.getpid()]
+    with scene.daemon.client() as engine:
+        scene.attach(engine, scene.old)
+        scene.write(scene.new, live=True)
+        first, *others = scene.reload().swaps
+    assert first.engine.startswith("chat")
+    assert [swap.outcome for swap in others] == ([] if answers == "both" else ["unasked"])
 
 
 def test_published_checkpoint_is_the_models_also_for_the_next_daemon(scene: Scene) -> None:

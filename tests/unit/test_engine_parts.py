@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator
@@ -21,6 +22,8 @@ from weightcached.config.engines import Listen
 from weightcached.config.manifest import load_manifest
 from weightcached.engine import control, endpoint, starting
 from weightcached.engine.plan import make_plan
+from weightcached.engine.records import record_of
+from weightcached.engine.running import Running
 from weightcached.engine.states import Phase
 from weightcached.engine.supervisor import Options, Supervisor
 from weightcached.engine.turns import DeviceTurns
@@ -299,7 +302,38 @@ def test_nothing_is_started_once_all_is_being_ended(
     run(test())
 
 
+# ---- processes
+
+
+def test_engine_that_starts_says_which_processes_it_has_by_now(tmp_path: Path) -> None:
+    """A worker of it may map weights already, and would count as nobody's."""
+
+    async def test() -> None:
+        script = "read _; sleep 1000 & echo; wait"
+        head = subprocess.Popen(
+            ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )  # fmt: skip
+        try:
+            record = record_of(1, "", head.pid, {})
+            engine = Running(record, tmp_path, tmp_path / "fence", lambda reason: None)
+            assert engine.processes() == [head.pid]
+            assert head.stdin
+            assert head.stdout
+            head.stdin.write(b"\n")
+            head.stdin.flush()
+            head.stdout.readline()
+            assert len(engine.processes()) == 2
+            engine.unwatch()
+        finally:
+            os.killpg(head.pid, signal.SIGKILL)
+            head.communicate()
+
+    run(test())
+
+
 # ---- what a start remembers
+
+RANKS = {"0": {"free_bytes": 2, "external_bytes": 3, "sources": ["zero_copy"]}}
 
 
 def test_what_is_remembered_leaves_the_cache_of_digests_usable(
@@ -310,10 +344,10 @@ def test_what_is_remembered_leaves_the_cache_of_digests_usable(
     spec, model = load_manifest(written(tmp_path)).service("chat")
     before = os.umask(0o002)
     try:
-        make_plan(spec, model, None).learn({"kv_cache_bytes": 1, "free_bytes": 2})
+        make_plan(spec, model, None).learn({"kv_cache_bytes": 1, "ranks": RANKS})
     finally:
         os.umask(before)
-    assert make_plan(spec, model, None).remembered["free_bytes"] == 2
+    assert make_plan(spec, model, None).remembered["ranks"] == RANKS
     key = (1, 2, 3, 4, 5)
     DigestCache.of_user().put(key, bytes(16))
     assert DigestCache.of_user().get(key) == bytes(16)
@@ -327,5 +361,20 @@ def test_without_a_home_nothing_is_remembered_and_nothing_is_left(
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    make_plan(spec, model, None).learn({"kv_cache_bytes": 1, "free_bytes": 2})
+    make_plan(spec, model, None).learn({"kv_cache_bytes": 1, "ranks": RANKS})
     assert os.listdir(here) == []
+
+
+def test_engine_that_did_not_measure_leaves_what_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is the remembered one, or one that was measured while it started parked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec, model = load_manifest(written(tmp_path)).service("chat")
+    make_plan(spec, model, None).learn({"kv_cache_bytes": 10, "ranks": RANKS})
+    plan = make_plan(spec, model, None)
+    plan.learn({"kv_cache_bytes": 9, "ranks": {}})
+    # A standby is to have what this one has.
+    assert plan.kv_cache_bytes == 9
+    for remembered in (plan.remembered, make_plan(spec, model, None).remembered):
+        assert (remembered["kv_cache_bytes"], remembered["ranks"]) == (10, RANKS)

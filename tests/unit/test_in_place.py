@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightcached.daemon.in_place import ServiceEngine, obstacle
+from weightcached.daemon.in_place import obstacle
+from weightcached.daemon.live import ServiceEngine
 from weightcached.wire.messages import EngineStatus
 
 SERVICE = [

@@ -54,7 +54,7 @@ def swap(
     client: Client, *, asleep: bool = False, on_swap: str = "drain", drain_s: float = 30
 ) -> Any:
     nothing: Any = None
-    engine = VllmEngine(nothing, client, nothing, nothing, asleep=asleep, free=0)
+    engine = VllmEngine(nothing, client, nothing, nothing, asleep=asleep)
     return asyncio.run(engine.swap(on_swap=on_swap, drain_s=drain_s))
 
 
@@ -108,7 +108,7 @@ def test_engine_says_whether_it_gives_its_weights_up_in_its_sleep(
     client.vllm_config.cache_config = SimpleNamespace(num_gpu_blocks=1)
     job: Any = SimpleNamespace(error_file=tmp_path / "error")
     nothing: Any = None
-    engine = VllmEngine(job, client, nothing, nothing, asleep=False, free=0)
+    engine = VllmEngine(job, client, nothing, nothing, asleep=False)
     assert engine.facts["unmaps"] is unmaps
 
 

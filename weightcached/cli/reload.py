@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from weightcached.cli.progress import ProgressDisplay
 from weightcached.cli.status import ANSWER_TIMEOUT_S, connect
@@ -15,6 +15,7 @@ from weightcached.errors import (
     WeightcachedError,
     WeightCacheUnavailableError,
 )
+from weightcached.system.paths import runtime_dir
 from weightcached.system.text import seconds_text
 from weightcached.wire.connection import Connection, error_of
 from weightcached.wire.messages import (
@@ -35,9 +36,13 @@ from weightcached.wire.messages import (
     SwapOutcome,
 )
 from weightcached.wire.requests import ask
+from weightcached.wire.services import ask_all_services
 
 # The daemon waits for the manager and for engines that sleep, before it says that all is freed.
 _FREE_TIMEOUT_S = 120.0
+# A daemon is silent for so long only while engines map the new weights.
+_SILENCE_S = 2.0
+_SERVICE_TIMEOUT_S = 1.0
 
 
 def reload_all(
@@ -69,20 +74,32 @@ def _do_all(
                 ended[device] = e
         deadline_s = time.monotonic() + timeout_s
         while waiting.get_map():
-            ready = waiting.select(max(0.0, deadline_s - time.monotonic()))
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready = waiting.select(min(left_s, _SILENCE_S))
             for key, _ in ready:
                 assert isinstance(key.fileobj, Connection)
                 outcome = _receive_reply(key.data, key.fileobj, display)
                 if outcome is not None:
                     waiting.unregister(key.fd)
                     ended[key.data] = outcome
-            if not ready:
+            if not ready and left_s <= _SILENCE_S:
                 break
+            if not ready:
+                _show_waits(display)
         for key in waiting.get_map().values():
             ended[key.data] = WeightCacheUnavailableError(
                 f"the reload is not over after {seconds_text(timeout_s)} and goes on: weightcachectl status"
             )
     return {device: ended[device] for device in requests}
+
+
+def _show_waits(display: ProgressDisplay) -> None:
+    """Show for what engines wait that are to map new weights: they may do so for minutes."""
+    with suppress(WeightcachedError):
+        for service in ask_all_services(runtime_dir(), timeout_s=_SERVICE_TIMEOUT_S).replies:
+            # Those of an older weightcached do not say it.
+            for engine, reason in service.get("waits", {}).items():
+                display.show_text(f"engine {engine} waits", reason)
 
 
 def _receive_reply(

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,23 +20,22 @@ import msgspec
 from weightcached.config.manifest import OnSwap
 from weightcached.daemon import packets
 from weightcached.daemon.leases import Leased, Leases
-from weightcached.daemon.live import CONNECT_S, NO_ANSWER, ask_on, find_services, swap_engines
+from weightcached.daemon.live import (
+    CONNECT_S,
+    NO_ANSWER,
+    ServiceEngine,
+    ask_on,
+    find_services,
+    processes_of,
+    swap_engines,
+)
 from weightcached.daemon.logs import printable
 from weightcached.wire.messages import EngineStatus, SwapOutcome
 
 log = logging.getLogger(__name__)
 
-_PROCESSES_TIMEOUT_S = 5.0
 # An engine's wake, tried several times, and the same of its standby.
 _RESUME_TIMEOUT_S = 180.0
-
-
-class ServiceEngine(NamedTuple):
-    """An engine of a service, as that says. unmaps: its weights, if it is asked to in its sleep."""
-
-    name: str
-    unmaps: bool
-    processes: Collection[int]
 
 
 class _Way(NamedTuple):
@@ -80,7 +79,7 @@ class Ways:
             # For its draft now.
             return ""
         paths = await find_services(self._sockets)
-        said = await asyncio.gather(*(_processes(path, model) for path in paths))
+        said = await asyncio.gather(*(processes_of(path, model) for path in paths))
         engines = [engine for each in said for engine in each]
         held = [lease.status() for lease in self._leases.on(generation)]
         if reason := obstacle(held, engines):
@@ -200,22 +199,6 @@ def _as_seen(outcome: SwapOutcome, way: _Way, gap_s: float) -> SwapOutcome:
 
 def _is_of(outcome: SwapOutcome, way: _Way) -> bool:
     return outcome.engine.rpartition("/")[0] == way.name
-
-
-async def _processes(path: Path, model: str) -> list[ServiceEngine]:
-    """The engines of a service; none if it does not answer, so that they count as strangers."""
-    try:
-        with await packets.connect(str(path), timeout_s=CONNECT_S) as sock:
-            result = await ask_on(
-                sock, "processes", {"model": model}, timeout_s=_PROCESSES_TIMEOUT_S
-            )
-        return [
-            ServiceEngine(each["engine"], each["unmaps"], each["processes"])
-            for each in result["engines"]
-        ]
-    except (*NO_ANSWER, KeyError) as e:
-        log.info("no answer service=%s error=%r", path.parent.name, e)
-        return []
 
 
 async def _resume(way: _Way) -> tuple[str, float]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,16 @@ CONNECT_S = 5.0
 NO_ANSWER = (OSError, EOFError, ProtocolError, msgspec.MsgspecError)
 # A service gives up earlier: after its drain_s, and a minute for the swap.
 _LONGEST_S = 3600.0
+_PROCESSES_TIMEOUT_S = 5.0
 _OWN = "llm.collective_rpc('weightcached_swap') in its program brings the newest, or restart the engine"
+
+
+class ServiceEngine(NamedTuple):
+    """An engine of a service, as that says. unmaps: its weights, if it is asked to in its sleep."""
+
+    name: str
+    unmaps: bool
+    processes: Collection[int]
 
 
 async def swap_engines(
@@ -42,8 +51,12 @@ async def swap_engines(
     """
     paths = await find_services(sockets)
     told = await asyncio.gather(*(_tell(path, model, on_swap) for path in paths))
-    outcomes = [outcome for each in told for outcome in each]
-    outcomes += _left(model, leases, served)
+    outcomes = [outcome for answer in told for outcome in answer.outcomes]
+    # Now, not before: engines start meanwhile, and get the newest before they are used.
+    answered = [path for path, answer in zip(paths, told, strict=True) if answer.answered]
+    said = await asyncio.gather(*(processes_of(path, model) for path in answered))
+    asked = {pid for engines in said for engine in engines for pid in engine.processes}
+    outcomes += _left(model, leases, served, asked)
     for outcome in outcomes:
         log.info(
             "swap model=%s engine=%s outcome=%s pause_s=%.3f%s",
@@ -56,23 +69,32 @@ async def swap_engines(
     return outcomes
 
 
-async def _tell(path: Path, model: str, on_swap: OnSwap) -> list[SwapOutcome]:
+class _Answer(NamedTuple):
+    """answered: the service itself says what became of its engines, of this model or not."""
+
+    outcomes: list[SwapOutcome]
+    answered: bool
+
+
+async def _tell(path: Path, model: str, on_swap: OnSwap) -> _Answer:
     name = path.parent.name
     try:
         with await packets.connect(str(path), timeout_s=CONNECT_S) as sock:
             result = await ask_on(sock, "swap", {"model": model, "on_swap": on_swap})
-        return [
+        engines = [
             msgspec.convert({**engine, "model": model}, SwapOutcome)
             for engine in result.get("engines", [])
         ]
+        return _Answer(engines, answered=True)
     except FileNotFoundError:
-        return []
+        return _Answer([], answered=False)
     except ConnectionRefusedError:
         # The socket of a service that has ended.
-        return []
+        return _Answer([], answered=False)
     except NO_ANSWER as e:
         reason = str(e) or f"it did not answer within {_LONGEST_S:.0f} s"
-        return [SwapOutcome(model=model, engine=name, outcome="left", reason=reason)]
+        left = SwapOutcome(model=model, engine=name, outcome="left", reason=reason)
+        return _Answer([left], answered=False)
 
 
 async def ask_on(
@@ -94,8 +116,28 @@ async def find_services(sockets: Path) -> list[Path]:
     return await asyncio.to_thread(lambda: sorted(sockets.glob("engines/*/service.sock")))
 
 
-def _left(model: str, leases: Leases, served: Sequence[Leased]) -> list[SwapOutcome]:
-    """Engines that map an older generation of the model."""
+async def processes_of(path: Path, model: str) -> list[ServiceEngine]:
+    """The engines of a service; none if it does not answer, so that they count as strangers."""
+    try:
+        with await packets.connect(str(path), timeout_s=CONNECT_S) as sock:
+            result = await ask_on(
+                sock, "processes", {"model": model}, timeout_s=_PROCESSES_TIMEOUT_S
+            )
+        return [
+            ServiceEngine(each["engine"], each["unmaps"], frozenset(each["processes"]))
+            for each in result["engines"]
+        ]
+    except (*NO_ANSWER, KeyError, TypeError) as e:
+        log.info("no answer service=%s error=%r", path.parent.name, e)
+        return []
+
+
+def _left(
+    model: str, leases: Leases, served: Sequence[Leased], asked: Collection[int]
+) -> list[SwapOutcome]:
+    """Engines that map an older generation of the model, without the processes that were asked: what
+    became of those is known, on all devices of theirs.
+    """
     return [
         SwapOutcome(
             model=model,
@@ -107,4 +149,5 @@ def _left(model: str, leases: Leases, served: Sequence[Leased]) -> list[SwapOutc
         for old in leases.old(served)
         if old.cache.rpartition("/")[0] == model
         for engine in old.engines
+        if engine.pid not in asked
     ]

@@ -20,8 +20,8 @@ from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
-# Facts of a start that the next one can use: the memory free for its KV cache, and its device.
-_REMEMBERED = ("kv_cache_bytes", "free_bytes", "vllm", "torch")
+# Facts of a start that the next one can use: the size of the KV cache, and what it was measured with.
+_REMEMBERED = ("kv_cache_bytes", "ranks", "vllm", "torch")
 
 
 @dataclass
@@ -34,7 +34,6 @@ class StartPlan:
     listen: Listen
     arguments: dict[str, Any]
     environment: dict[str, str]
-    devices: list[str]
     kv_cache_bytes: int = 0
     remembered: dict[str, Any] = field(default_factory=dict)
 
@@ -53,17 +52,17 @@ class StartPlan:
             environment={"VLLM_LOGGING_PREFIX": f"{self.service}/{number} "},
             parked=parked,
             kv_cache_bytes=self.kv_cache_bytes,
-            devices=self.devices,
             remembered={} if parked else self.remembered,
         )
 
     def learn(self, facts: dict[str, Any]) -> None:
         """Keep facts that an engine of this version measured.
 
-        They outlive this supervisor if the engine started on a device without neighbours.
+        They outlive this supervisor if that engine measured the size of its KV cache. One that took a
+        known size, or started parked, says nothing new.
         """
         self.kv_cache_bytes = int(facts.get("kv_cache_bytes", 0)) or self.kv_cache_bytes
-        if not facts.get("free_bytes") or not facts.get("kv_cache_bytes"):
+        if not facts.get("ranks") or not facts.get("kv_cache_bytes"):
             return
         self.remembered = {name: facts.get(name) for name in _REMEMBERED}
         try:
@@ -128,6 +127,5 @@ def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> St
         listen=spec.listen,
         arguments=arguments,
         environment=environment,
-        devices=devices,
         remembered=_read_facts(spec.name, digest),
     )

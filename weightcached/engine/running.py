@@ -79,6 +79,12 @@ class Running:
                 self._watched[pid] = own = fd.dup()
                 loop.add_reader(own.fileno(), self._report_death, pid)
 
+    def processes(self) -> list[int]:
+        """All that the engine has now. One that starts has got some since it was last looked at."""
+        if not self._ending:
+            self.tree.refresh()
+        return sorted(self.tree.members)
+
     def _report_death(self, pid: int) -> None:
         self.unwatch()
         what = "its first process" if pid == self.tree.head else f"its process {pid}"

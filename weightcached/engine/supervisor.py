@@ -775,6 +775,8 @@ class Supervisor:
             "share": self._turns.share,
             "used": self._last_used(),
             "supervisor_pid": os.getpid(),
+            # Engines that are to map new weights and cannot yet, with the reasons.
+            "waits": {f"{self.spec.name}/{n}": why for n, why in self._swaps.waits.items()},
             "engines": [self._engine_status(e) for e in self.service.engines.values()],
         }
 
@@ -833,7 +835,7 @@ class Supervisor:
             {
                 "engine": f"{self.spec.name}/{number}",
                 "unmaps": bool(found.record.facts.get("unmaps", not found.record.facts)),
-                "processes": sorted(found.tree.members),
+                "processes": found.processes(),
             }
             for number, found in self._running.items()
         ]

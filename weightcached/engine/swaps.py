@@ -60,6 +60,8 @@ class Swaps:
         # Engines that began to start with what was the newest before.
         self._behind: set[int] = set()
         self._turn = asyncio.Lock()
+        # Why engines are asked again and again at present, by number.
+        self.waits: dict[int, str] = {}
 
     async def swap(
         self,
@@ -156,17 +158,24 @@ class Swaps:
         if daemon_returns:
             patience_s |= dict.fromkeys(_DAEMON_AWAY, _DAEMON_TIMEOUT_S)
         began_s = time.monotonic()
-        while True:
-            try:
-                said = await self._running[number].ask(
-                    "swap", timeout_s=drain_s + _SWAP_TIMEOUT_S, on_swap=on_swap, drain_s=drain_s
-                )
-            except (EngineError, KeyError) as e:
-                reason = str(e) if isinstance(e, EngineError) else "it has ended"
-                return {"outcome": "left", "reason": reason, "code": "no-answer"}
-            if time.monotonic() - began_s > patience_s.get(said.get("code", ""), -1.0):
-                return said
-            await asyncio.sleep(_RANKS_PERIOD_S)
+        try:
+            while True:
+                try:
+                    said = await self._running[number].ask(
+                        "swap",
+                        timeout_s=drain_s + _SWAP_TIMEOUT_S,
+                        on_swap=on_swap,
+                        drain_s=drain_s,
+                    )
+                except (EngineError, KeyError) as e:
+                    reason = str(e) if isinstance(e, EngineError) else "it has ended"
+                    return {"outcome": "left", "reason": reason, "code": "no-answer"}
+                if time.monotonic() - began_s > patience_s.get(said.get("code", ""), -1.0):
+                    return said
+                self.waits[number] = said.get("reason", "")
+                await asyncio.sleep(_RANKS_PERIOD_S)
+        finally:
+            self.waits.pop(number, None)
 
     def _note(self, number: int, plan: StartPlan) -> None:
         """A new supervisor must know it as one of the present arguments."""

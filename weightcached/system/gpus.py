@@ -122,16 +122,6 @@ def holders(uuid: str) -> list[Holder]:
     return sorted(found, key=lambda holder: -holder.nbytes)
 
 
-def free_bytes(uuid: str) -> int | None:
-    """Free memory of one device; None if nobody can tell."""
-    with _initialised_nvml() as nvml:
-        if nvml is not None:
-            with contextlib.suppress(nvml.NVMLError):
-                handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-                return int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
-    return None
-
-
 def persistence_warning(uuid: str) -> str | None:
     """A warning for the operator if persistence mode is off; None if it is on or cannot be read."""
     enabled = True

@@ -23,9 +23,8 @@ from unittest import mock
 
 from weightcached.config.load_formats import OWN_LOAD_FORMATS
 from weightcached.errors import EngineError
-from weightcached.system.gpus import free_bytes
 from weightcached.system.process import holds_file
-from weightcached.vllm_compat import live, parked_start, serve_arguments
+from weightcached.vllm_compat import first_start, live, parked_start, serve_arguments
 from weightcached.wire.engine_job import Activity, Job, say_error
 
 log = logging.getLogger("vllm.weightcached")
@@ -34,8 +33,6 @@ _CLOSE = (b"connection", b"close")
 _POLL_S = 0.005
 # vLLM's names. pause_generation() would answer new requests with an error.
 _PAUSE_MODES = {"drain": "wait", "abort": "abort"}
-# Contexts of other processes differ by so much from one start to the next.
-_SLACK_BYTES = 64 << 20
 # Modules that a GPU engine imports after its start; imported here, each fork has them.
 _GPU_MODULES = (
     "vllm.v1.worker.gpu_worker",
@@ -180,7 +177,8 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs(f"{job.service}/{job.number}")
-    free = 0 if job.parked else _free_bytes(job)
+    if not job.parked:
+        first_start.begin(job.directory, _remembered(job))
     args = serve_arguments.parse(_arguments(job))
     args.host, args.port = job.host or None, job.port
     private = copy.copy(args)
@@ -196,7 +194,7 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[VllmEngine]:
         with mock.patch.object(entry, "serve_http", serve):
             serving = asyncio.ensure_future(entry.build_and_serve(client, address, sock, args))
             server = await _await_server(serving, apps)
-        yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping(), free=free)
+        yield VllmEngine(job, client, server, serving, asleep=await client.is_sleeping())
 
 
 def _arguments(job: Job) -> dict[str, Any]:
@@ -230,8 +228,6 @@ def _arguments(job: Job) -> dict[str, Any]:
         arguments["model_loader_extra_config"] = {**options, "start_parked": True}
         if job.kv_cache_bytes:
             arguments.setdefault("kv_cache_memory_bytes", job.kv_cache_bytes)
-    elif maps and _is_as_remembered(job):
-        arguments.setdefault("kv_cache_memory_bytes", job.remembered["kv_cache_bytes"])
     return arguments
 
 
@@ -249,21 +245,10 @@ def _versions() -> dict[str, str]:
     return {"vllm": str(vllm.__version__), "torch": str(torch.__version__)}
 
 
-def _free_bytes(job: Job) -> int:
-    """Free memory of the fullest device; 0 if unknown."""
-    return min((free_bytes(device) or 0 for device in job.devices), default=0)
-
-
-def _is_as_remembered(job: Job) -> bool:
-    """Whether this start would measure the same as the last one: equal software and free memory.
-
-    Then it need not measure the size of the KV cache again.
-    """
-    known = job.remembered
-    if not known.get("kv_cache_bytes") or {k: known.get(k) for k in _versions()} != _versions():
-        return False
-    wanted: int = known["free_bytes"] - _SLACK_BYTES
-    return _free_bytes(job) >= wanted
+def _remembered(job: Job) -> dict[str, Any]:
+    """What the last first start measured; empty if other software did."""
+    same = _versions().items() <= job.remembered.items()
+    return job.remembered if same else {}
 
 
 async def _await_server(serving: asyncio.Future[Any], apps: list[Any]) -> Any:
@@ -288,9 +273,7 @@ class VllmEngine:
         serving: asyncio.Future[Any],
         *,
         asleep: bool,
-        free: int,
     ) -> None:
-        self._free = free
         self._job = job
         self._client = client
         self._server = server
@@ -317,7 +300,7 @@ class VllmEngine:
             "lends": self._sleeps and self._backend == parked_start.BACKEND,
             "kv_blocks": cache.num_gpu_blocks,
             "kv_cache_bytes": _read_kv_cache_bytes(self._job),
-            "free_bytes": self._free,
+            "ranks": first_start.measured(self._job.error_file.parent),
             **_versions(),
         }
 

@@ -27,7 +27,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     parked: bool = False
     kv_cache_bytes: int = 0
-    devices: list[str] = []
     remembered: dict[str, Any] = {}
 
     @property
