@@ -19,8 +19,9 @@ from weightcached.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-# Shorter than the attempts of an engine that takes over and finds no memory (supervisor.py).
-_TIMEOUT_S = 5.0
+# Shorter than the 11 s in which an engine that takes over looks for free memory (PROMOTE_ATTEMPTS,
+# kv_scratch.py).
+_TIMEOUT_S = 10.0
 
 
 class Lending:
