@@ -370,10 +370,11 @@ class Supervisor:
         if not self._begun or self._ended.is_set():
             # Engines of an earlier supervisor are not yet known; or all are being ended.
             return
-        for action in self.service.decide(time.monotonic()):
+        now_s = time.monotonic()
+        for action in self.service.decide(now_s):
             self._begin(action)
         self._lending.offer()
-        self._set_timer()
+        self._set_timer(now_s)
         self._watch_for_wake()
         self._tell()
         if self.service.stopping and not self.service.engines:
@@ -709,11 +710,11 @@ class Supervisor:
         self.service.awake = True
         self._step()
 
-    def _set_timer(self) -> None:
+    def _set_timer(self, now_s: float) -> None:
+        """now_s: what was decided by. A start that fell due a moment later would else be forgotten."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now_s = time.monotonic()
         at_s = self.service.wake_time_s(now_s)
         if at_s is not None:
             loop = asyncio.get_running_loop()
