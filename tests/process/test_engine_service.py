@@ -453,8 +453,27 @@ def test_standby_that_does_not_give_memory_back_is_ended(
     service = make(arguments=lending(short_tmp, x_keeps_lent=True)).start()
     service.until_standby()
     until(lambda: len(notes()) == 2, "it is lent")
-    service.ask("sleep")
+    asleep = service.ask("sleep")
     assert "engine=2 parked: it does not give memory back: not this one" in service.log
+    assert 2 not in [engine["number"] for engine in asleep["engines"]], "it is gone by then"
+
+
+def test_engine_killed_on_its_way_to_sleep_leaves_no_memory_with_its_standby(
+    make: Make, short_tmp: Path, notes: Callable[[], list[str]]
+) -> None:
+    service = make(arguments=lending(short_tmp)).start()
+    pid = service.until_standby()["pid"]
+    until(lambda: len(notes()) == 2, "it is lent")
+    with socket.create_connection(("127.0.0.1", service.port), timeout=BOUND_S) as slow:
+        slow.sendall(b"GET /until?/nonexistent HTTP/1.1\r\nHost: x\r\n\r\n")
+        service.until(lambda s: s["engines"][0]["requests"] > 0, "the request is there")
+        asking = threading.Thread(target=service.ask, args=["sleep"])
+        asking.start()
+        service.until(lambda s: s["state"] == "draining", "it is to sleep")
+        kill(pid)
+        asking.join(BOUND_S)
+    assert notes()[2:] == ["2 forgets"]
+    assert not service.status()["awake"], "another service may have the device"
 
 
 def test_restarted_service_lends_to_the_engine_of_the_new_version_alone(
@@ -467,10 +486,10 @@ def test_restarted_service_lends_to_the_engine_of_the_new_version_alone(
     service.ask("restart")
     status = service.until_standby()
     serving = status["generation"]
-    assert serving > 2
-    log = service.log
-    promoted = log.index(f"engine={serving} serving")
-    assert "2 forgets" in notes() or log.index("engine=2 ended") < promoted
+    (standby,) = (e["number"] for e in status["engines"] if e["number"] != serving)
+    wanted = [f"{standby} expects", f"{serving} lends to {standby}"]
+    until(lambda: notes()[-2:] == wanted, "the new engine lends")
+    assert 2 < serving < standby, "engine 2 has ended, with all that it held"
 
 
 def test_idle_service_sleeps_and_the_next_connection_wakes_it(make: Make) -> None:

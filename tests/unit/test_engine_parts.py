@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from tests.fakes.daemon import BOUND_S, free_port
 from weightcached.checkpoint.digests import DigestCache
 from weightcached.config.engines import Listen
 from weightcached.config.manifest import load_manifest
-from weightcached.engine import control, endpoint, starting
+from weightcached.engine import control, endpoint, starting, supervisor
 from weightcached.engine.plan import make_plan
 from weightcached.engine.records import record_of
 from weightcached.engine.running import Running
@@ -327,6 +330,27 @@ def test_engine_that_starts_says_which_processes_it_has_by_now(tmp_path: Path) -
         finally:
             os.killpg(head.pid, signal.SIGKILL)
             head.communicate()
+
+    run(test())
+
+
+def test_start_that_falls_due_between_two_looks_at_the_clock_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        made = supervised(tmp_path, monkeypatch)
+        made.service.stopping = False
+        made.service.started(1)
+        made.service.failed(1, "no room", now_s := time.monotonic())
+        made.service.gone(1)
+        due_s = made.service.wake_time_s(now_s)
+        assert due_s is not None
+        looks = itertools.chain([due_s - 0.001], itertools.repeat(due_s + 0.001))
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+        made._step()
+        assert not made.service.engines
+        assert made._timer
+        made._timer.cancel()
 
     run(test())
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import time
+import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,18 +35,19 @@ from weightcached.segments.cuda_driver import CudaError, Gpu
 
 UNIT = 2 * MIB
 SIZE = 8 * UNIT
-DEVICE = f"GPU-{FakeGpu().uuid}"
+DEVICES = DEVICE, OTHER_DEVICE = f"GPU-{FakeGpu().uuid}", f"GPU-{uuid.UUID(int=2)}"
 
 
 @pytest.fixture
 def driver() -> Iterator[FakeDriver]:
-    driver = FakeDriver(FakeGpu(total_bytes=64 * MIB))
+    gpus = [FakeGpu(uuid=each.partition("-")[2], total_bytes=64 * MIB) for each in DEVICES]
+    driver = FakeDriver(*gpus)
     with no_leaks(driver):
         yield driver
 
 
-def scratch_of(driver: FakeDriver, *, parked: bool) -> KvScratch:
-    return KvScratch(Gpu(DEVICE, driver), parked=parked, scratch_bytes=UNIT)
+def scratch_of(driver: FakeDriver, *, parked: bool, device: str = DEVICE) -> KvScratch:
+    return KvScratch(Gpu(device, driver), parked=parked, scratch_bytes=UNIT)
 
 
 def free_bytes(driver: FakeDriver) -> int:
@@ -428,11 +430,45 @@ def test_cache_asleep_has_nothing_to_lend(driver: FakeDriver, tmp_path: Path) ->
 def test_strangers_words_at_the_socket_are_nothing(driver: FakeDriver, tmp_path: Path) -> None:
     path = tmp_path / "kv-0.sock"
     serving, standby = lend(driver, path)
+    memory = memory_of(serving)
     for words in (b"hello", b"[1]", b"{}"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.connect(str(path))
             sock.send(words)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(str(path))
+        free_all(serving)
         standby.wake(wait_s=0)
-    free_all(serving, standby)
+    assert memory_of(standby) == memory, "what was lent before is still there"
+    free_all(standby)
+
+
+def test_awake_cache_takes_no_memory(driver: FakeDriver, tmp_path: Path) -> None:
+    """It would hold it until its next sleep, or longer."""
+    path = tmp_path / "kv-0.sock"
+    serving, standby = lend(driver, path)
+    free_all(serving)
+    standby.wake(wait_s=0)
+    third = scratch_of(driver, parked=False)
+    third.allocate(SIZE)
+    standby.expect(path)
+    with pytest.raises(FileNotFoundError):
+        third.lend(path)
+    free_all(standby, third)
+
+
+def test_memory_of_another_device_is_not_taken(driver: FakeDriver, tmp_path: Path) -> None:
+    """After a restart with other devices."""
+    before = free_bytes(driver)
+    serving = scratch_of(driver, parked=False, device=OTHER_DEVICE)
+    standby = scratch_of(driver, parked=True)
+    serving.allocate(SIZE)
+    standby.allocate(SIZE)
+    standby.expect(tmp_path / "kv-0.sock")
+    serving.lend(tmp_path / "kv-0.sock")
+    memory = memory_of(serving)
+    free_all(serving)
+    standby.wake(wait_s=0)
+    assert memory_of(standby) != memory
+    assert before - free_bytes(driver) == SIZE, "the fake counts all devices together"
+    free_all(standby)

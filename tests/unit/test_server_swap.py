@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from weightcached.errors import EngineError
 from weightcached.vllm_compat import live
 from weightcached.vllm_compat.server import VllmEngine
 
@@ -22,14 +23,19 @@ class Client:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.prepared: list[dict[str, Any]] = [READY, READY]
+        self.reasons = ["", ""]
         self.error: Exception | None = None
         self.drains = True
         model = SimpleNamespace(enable_sleep_mode=True)
         self.vllm_config = SimpleNamespace(model_config=model)
         self.engine_core = self
 
-    async def collective_rpc(self, method: str, *, kwargs: Any = None) -> Any:
-        self.asked.append((method, kwargs) if kwargs else method)
+    async def collective_rpc(self, method: str, *, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked.append(
+            (method, *args, kwargs) if kwargs else (method, *args) if args else method
+        )
+        if method in (live.EXPECT, live.LEND, live.FORGET):
+            return self.reasons
         if method == live.PREPARE:
             return self.prepared
         if self.error:
@@ -110,8 +116,27 @@ def test_engine_says_whether_it_gives_its_weights_up_in_its_sleep(
     nothing: Any = None
     engine = VllmEngine(job, client, nothing, nothing, asleep=False)
     assert engine.facts["unmaps"] is unmaps
+    assert engine.facts["lends"] is unmaps, "vLLM's own back end has the KV cache then"
 
 
 def test_sleeping_engine_swaps_and_sleeps_on(client: Client) -> None:
     assert swap(client, asleep=True) == {"outcome": "swapped", "generation": 7}
     assert client.asked == [live.PREPARE, live.SWAP]
+
+
+def test_memory_that_one_rank_could_not_lend_is_told_with_its_reason(client: Client) -> None:
+    nothing: Any = None
+
+    async def lend() -> None:
+        engine = VllmEngine(nothing, client, nothing, nothing, asleep=False)
+        await engine.expect_memory("/run/chat/2")
+        await engine.lend_memory("/run/chat/2")
+        await engine.forget_memory()
+        client.reasons = ["", "FileNotFoundError: nobody listens"]
+        await engine.lend_memory("/run/chat/3")
+
+    with pytest.raises(EngineError, match="nobody listens"):
+        asyncio.run(lend())
+    assert client.asked == [
+        (live.EXPECT, "/run/chat/2"), (live.LEND, "/run/chat/2"), live.FORGET, (live.LEND, "/run/chat/3"),
+    ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from weightcached.errors import SharedWeightsError
 from weightcached.model import mapped
+from weightcached.vllm_compat import live
 from weightcached.vllm_compat import worker as vllm_worker
 
 
@@ -301,3 +303,37 @@ def test_device_is_kept_as_it_is_from_start_to_first_request_and_while_it_sleeps
     assert seen == ["started", "kept", "sleeps", "free", "kept", "wakes", "free"]
     # As collective_rpc() calls it, on the CPU's worker too.
     assert made.weightcached_swap() == {"by": "CPUWorker"}  # type: ignore[attr-defined]
+
+
+# ---- lent memory
+
+
+def test_memory_goes_to_the_worker_of_the_same_rank_and_errors_are_answers(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's executor cannot take errors of several workers at once."""
+    asked: list[Any] = []
+
+    def lend(path: Path) -> None:
+        asked.append(("lend", path))
+        raise FileNotFoundError(2, "nobody listens", str(path))
+
+    scratch = SimpleNamespace(
+        expect=lambda path: asked.append(("expect", path)),
+        lend=lend,
+        forget=lambda: asked.append("forget"),
+    )
+    monkeypatch.setattr(vllm_worker, "_kv_pool", SimpleNamespace(scratch=scratch))
+    worker.rank = 3
+    path = tmp_path / "kv-3.sock"
+    assert getattr(worker, live.EXPECT)(str(tmp_path)) == ""
+    assert getattr(worker, live.LEND)(str(tmp_path)).startswith("FileNotFoundError: ")
+    assert getattr(worker, live.FORGET)() == ""
+    assert asked == [("expect", path), ("lend", path), "forget"]
+
+
+def test_kv_cache_that_is_left_to_vllm_is_not_lent(worker: Any, tmp_path: Path) -> None:
+    worker.rank = 0
+    said = [getattr(worker, name)(str(tmp_path)) for name in (live.EXPECT, live.LEND)]
+    assert [*said, getattr(worker, live.FORGET)()] == ["", "", ""]
+    assert list(tmp_path.iterdir()) == []

@@ -1,15 +1,16 @@
 """Whether a standby holds the memory of the serving engine's KV cache, so that it can have it at once
 when that engine is gone (model/kv_lending.py).
 
-Memory that is lent is not free as long as the standby holds it. So it gives it back before another
-engine or another service gets the device.
+Memory that is lent is not free as long as the standby holds it. So it gives it back, or is ended,
+before another service or a daemon gets the device. A takeover waits for no such question: the engine
+that takes over has what it was lent, or waits for free memory itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from weightcached.engine.running import Running
@@ -18,13 +19,16 @@ from weightcached.errors import EngineError
 
 log = logging.getLogger(__name__)
 
+# Shorter than the 11 s in which an engine that takes over looks for free memory (PROMOTE_ATTEMPTS,
+# kv_scratch.py).
 _TIMEOUT_S = 10.0
 
 
 class Lending:
     """What the engines of one service have lent each other.
 
-    keep: runs a task; failed: ends an engine, with the reason.
+    keep: runs a task; failed: ends an engine, with the reason; wait: returns once its condition holds,
+    or the service stops.
     """
 
     def __init__(
@@ -34,12 +38,14 @@ class Lending:
         *,
         keep: Callable[[Coroutine[Any, Any, None]], object],
         failed: Callable[[int, str], None],
+        wait: Callable[[Callable[[], bool]], Awaitable[None]],
     ) -> None:
         self._service = service
         self._running = running
         self._keep = keep
         self._failed = failed
-        # Who lent, by who holds it. 0: an earlier supervisor knew.
+        self._wait = wait
+        # Who lent, by who holds it. 0: nobody whose memory it should hold.
         self._lenders: dict[int, int] = {}
 
     def taken_back(self, number: int) -> None:
@@ -65,7 +71,7 @@ class Lending:
     async def _lend(self, lender: int, holder: int) -> None:
         try:
             await self._running[holder].ask("expect_memory", timeout_s=_TIMEOUT_S)
-            if self._service.may_serve:
+            if self._service.may_serve and self._lenders.get(holder) == lender:
                 directory = str(self._running[holder].directory)
                 await self._running[lender].ask(
                     "lend_memory", timeout_s=_TIMEOUT_S, directory=directory
@@ -75,16 +81,31 @@ class Lending:
             log.warning("engine=%d does not hold engine=%d's memory: %s", holder, lender, e)
 
     async def give_back(self, *, but: int | None = None) -> None:
-        """Have all parked engines but that one let go of what they hold."""
-        holders = [number for number in self._lenders if number != but]
-        await asyncio.gather(*(self._give_back(number) for number in holders))
+        """Have all parked engines but that one let go of what they hold. Returns once they have, or
+        are gone.
+        """
+        await asyncio.gather(
+            *(self._give_back(held) for held in list(self._lenders) if held != but)
+        )
 
     async def _give_back(self, holder: int) -> None:
-        engine = self._service.engines.get(holder)
-        if holder not in self._running or engine is None or engine.phase is not Phase.PARKED:
+        engine, running = self._service.engines.get(holder), self._running.get(holder)
+        if engine is None or running is None:
             return
-        self._lenders.pop(holder, None)
-        try:
-            await self._running[holder].ask("forget_memory", timeout_s=_TIMEOUT_S)
-        except EngineError as e:
-            self._failed(holder, f"it does not give memory back: {e}")
+        # An engine of an older version, which a new supervisor took back, knows no such question.
+        if engine.phase is Phase.PARKED and running.record.facts.get("lends"):
+            # Kept until it answers: who asks meanwhile has to wait too.
+            self._lenders[holder] = 0
+            try:
+                await running.ask("forget_memory", timeout_s=_TIMEOUT_S)
+                if self._is_to_forget(holder):
+                    self.gone(holder)
+            except EngineError as e:
+                if self._is_to_forget(holder):
+                    self._failed(holder, f"it does not give memory back: {e}")
+        if engine.phase is Phase.ENDING:
+            await self._wait(lambda: holder not in self._service.engines)
+
+    def _is_to_forget(self, holder: int) -> bool:
+        """Whether it still is: by now it may have been lent other memory, or serve."""
+        return self._lenders.get(holder) == 0

@@ -164,7 +164,7 @@ class Supervisor:
             self.service, self._running, end=self._end_behind, restart=self._restart_for
         )
         self._lending = Lending(
-            self.service, self._running, keep=self._keep, failed=self._end_failed
+            self.service, self._running, keep=self._keep, failed=self._end_failed, wait=self._wait
         )
         self._giving_way = GivingWay(
             self.service,
@@ -370,10 +370,11 @@ class Supervisor:
         if not self._begun or self._ended.is_set():
             # Engines of an earlier supervisor are not yet known; or all are being ended.
             return
-        for action in self.service.decide(time.monotonic()):
+        now_s = time.monotonic()
+        for action in self.service.decide(now_s):
             self._begin(action)
         self._lending.offer()
-        self._set_timer()
+        self._set_timer(now_s)
         self._watch_for_wake()
         self._tell()
         if self.service.stopping and not self.service.engines:
@@ -545,7 +546,8 @@ class Supervisor:
 
     async def _promote(self, engine: Engine) -> None:
         number = engine.number
-        await self._lending.give_back(but=number)
+        # Not waited for: it has what it was lent, and otherwise waits for memory to be free.
+        self._keep(self._lending.give_back(but=number))
         self._lending.gone(number)
         try:
             took = await self._take_endpoint(number)
@@ -617,11 +619,15 @@ class Supervisor:
             "engine=%d drained service=%s after=%.3fs sleep=%.3fs cut=%d", number, self.spec.name,
             took["drain_s"], took["sleep_s"], took["cut"],
         )  # fmt: skip
-        if not self.service.may_serve:
-            await self._lending.give_back()
-        self._has_share = self.service.awake
+        await self._leave_device()
         self.service.parked(number)
         self._step()
+
+    async def _leave_device(self) -> None:
+        """Before nobody has the endpoint: others may get the device if the service is to sleep."""
+        if not self.service.may_serve:
+            await self._lending.give_back()
+        self._has_share = self._has_share and self.service.awake
 
     def _end_failed(self, number: int, reason: str) -> None:
         if not self.service.is_up(number) or self._ended.is_set():
@@ -655,6 +661,8 @@ class Supervisor:
             del self._running[number]
             self._keep(engine.bury())
         self._lending.gone(number)
+        if self.service.engines[number].has_endpoint:
+            await self._leave_device()
         self.service.gone(number)
         self._step()
 
@@ -702,11 +710,11 @@ class Supervisor:
         self.service.awake = True
         self._step()
 
-    def _set_timer(self) -> None:
+    def _set_timer(self, now_s: float) -> None:
+        """now_s: what was decided by. A start that fell due a moment later would else be forgotten."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now_s = time.monotonic()
         at_s = self.service.wake_time_s(now_s)
         if at_s is not None:
             loop = asyncio.get_running_loop()

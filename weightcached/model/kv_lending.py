@@ -32,6 +32,7 @@ MAX_RANGES = 16
 class Lent(NamedTuple):
     """Memory for the ranges of a KV cache, in their order: bytes of each, and descriptors."""
 
+    device: str
     nbytes: list[int]
     fds: list[OwnedFd]
 
@@ -68,9 +69,10 @@ class Inbox:
             with peer, contextlib.suppress(OSError, EOFError, ProtocolError, msgspec.MsgspecError):
                 peer.setblocking(False)
                 packet = recv_packet(peer, max_fds=MAX_RANGES)
+                said = msgspec.json.decode(packet.data, type=tuple[str, list[int]])
                 if found is not None:
                     close_all(found.fds)
-                found = Lent(msgspec.json.decode(packet.data, type=list[int]), packet.fds)
+                found = Lent(*said, packet.fds)
 
     def close(self) -> None:
         """Give back what came, and take no more. May be called twice."""
@@ -79,9 +81,9 @@ class Inbox:
             self._path.unlink()
 
 
-def lend(path: Path, nbytes: Sequence[int], fds: Sequence[OwnedFd]) -> None:
+def lend(path: Path, device: str, nbytes: Sequence[int], fds: Sequence[OwnedFd]) -> None:
     """Send descriptors, which the caller keeps open, to an Inbox. Raises OSError, ProtocolError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.setblocking(False)
         sock.connect(os.fspath(path))
-        send_packet(sock, msgspec.json.encode(list(nbytes)), [fd.fileno() for fd in fds])
+        send_packet(sock, msgspec.json.encode((device, nbytes)), [fd.fileno() for fd in fds])

@@ -158,9 +158,13 @@ class KvScratch:
             self._let_scratch_go()
 
     def expect(self, path: Path) -> None:
-        """From now on memory can be lent to this cache, at a socket. Raises OSError."""
+        """From now on memory can be lent to this cache, at a socket. Raises OSError.
+
+        Awake it needs none, and nobody would take what was lent.
+        """
         self.forget()
-        self._inbox = Inbox(path)
+        if self.parked:
+            self._inbox = Inbox(path)
 
     def forget(self) -> None:
         """Give back what was lent."""
@@ -176,7 +180,7 @@ class KvScratch:
         ranges = list(self._ranges.values())
         fds = [each.memory for each in ranges if each.memory is not None]
         if fds and len(fds) == len(ranges):
-            lend(path, [each.nbytes for each in ranges], fds)
+            lend(path, self._gpu.device, [each.nbytes for each in ranges], fds)
 
     def _take_lent(self) -> list[OwnedFd]:
         """Descriptors for all ranges, or none."""
@@ -185,7 +189,9 @@ class KvScratch:
         if lent is None:
             return []
         wanted = [each.nbytes for each in self._ranges.values()]
-        if lent.nbytes == wanted and len(lent.fds) == len(wanted):
+        # A restart may bring the service to another device.
+        here = lent.device == self._gpu.device
+        if here and lent.nbytes == wanted and len(lent.fds) == len(wanted):
             return lent.fds
         # Before the wait for memory: it is only free then.
         close_all(lent.fds)
