@@ -47,7 +47,8 @@ def driver() -> Iterator[FakeDriver]:
 
 
 def scratch_of(driver: FakeDriver, *, parked: bool, device: str = DEVICE) -> KvScratch:
-    return KvScratch(Gpu(device, driver), parked=parked, scratch_bytes=UNIT)
+    """SIZE comes in pieces of three, three and two units."""
+    return KvScratch(Gpu(device, driver), parked=parked, scratch_bytes=UNIT, piece_bytes=3 * UNIT)
 
 
 def free_bytes(driver: FakeDriver) -> int:
@@ -312,11 +313,9 @@ def lend(driver: FakeDriver, path: Path, *, wanted: int = SIZE) -> tuple[KvScrat
     return serving, standby
 
 
-def memory_of(scratch: KvScratch) -> int:
-    """Which memory the one range of a cache that is awake lies over."""
-    (each,) = scratch._ranges.values()
-    assert each.memory is not None
-    return os.fstat(each.memory.fileno()).st_ino
+def memory_of(scratch: KvScratch) -> list[int]:
+    """Which memory a cache that is awake lies over, piece by piece."""
+    return [os.fstat(fd.fileno()).st_ino for each in scratch._ranges.values() for fd in each.memory]
 
 
 def free_all(*scratches: KvScratch) -> None:
@@ -367,16 +366,22 @@ def test_only_the_last_that_was_lent_is_held(driver: FakeDriver, tmp_path: Path)
     free_all(standby)
 
 
-def test_memory_of_another_size_is_given_back_before_free_memory_is_waited_for(
-    driver: FakeDriver, tmp_path: Path
+@pytest.mark.parametrize("units", [4, 7, 9])
+def test_cache_of_another_size_has_the_pieces_that_fit_and_gives_back_the_rest(
+    driver: FakeDriver, tmp_path: Path, units: int
 ) -> None:
     before = free_bytes(driver)
-    serving, standby = lend(driver, tmp_path / "kv-0.sock", wanted=SIZE + UNIT)
+    serving, standby = lend(driver, tmp_path / "kv-0.sock", wanted=units * UNIT)
     memory = memory_of(serving)
     free_all(serving)
+    other = scratch_of(driver, parked=False)
+    other.allocate(before - (SIZE + 2 * UNIT))
     standby.wake(wait_s=0)
-    assert memory_of(standby) != memory
-    assert before - free_bytes(driver) == SIZE + UNIT
+    equal = sum(size == 3 * UNIT for size in standby._pieces_of(*standby._ranges.values()))
+    assert len(set(memory_of(standby)) & set(memory)) == min(2, equal)
+    assert driver.read(next(iter(standby._ranges)), units * UNIT) == bytes(units * UNIT)
+    free_all(other)
+    assert before - free_bytes(driver) == units * UNIT
     free_all(standby)
 
 

@@ -364,6 +364,19 @@ def test_memory_of_a_dead_engine_does_not_keep_out_an_engine_that_holds_none(pla
     play(test)
 
 
+def test_engine_of_a_new_version_has_the_memory_of_the_old(play: Play) -> None:
+    async def test(world: World) -> None:
+        await world.until_lent()
+        memory = world.engines[0].mapped
+        world.restart()
+        await world.until(lambda: bool(world.serving and world.serving.number > 2))
+        assert world.engines[2].mapped is memory
+        await world.until_lent()
+        assert not world.found_no_room
+
+    play(test)
+
+
 def test_engine_that_knows_no_lending_is_not_asked(play: Play) -> None:
     """Of an older weightcached, and taken back by a new supervisor."""
 

@@ -36,7 +36,7 @@ class Lending:
         service: Service,
         running: dict[int, Running],
         *,
-        keep: Callable[[Coroutine[Any, Any, None]], object],
+        keep: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         failed: Callable[[int, str], None],
         wait: Callable[[Callable[[], bool]], Awaitable[None]],
     ) -> None:
@@ -47,6 +47,7 @@ class Lending:
         self._wait = wait
         # Who lent, by who holds it. 0: nobody whose memory it should hold.
         self._lenders: dict[int, int] = {}
+        self._under_way: asyncio.Task[None] | None = None
 
     def taken_back(self, number: int) -> None:
         """An engine of an earlier supervisor may hold anything."""
@@ -57,16 +58,23 @@ class Lending:
         self._lenders.pop(number, None)
 
     def offer(self) -> None:
-        """Have the serving engine lend its memory to its successor, unless it has."""
-        serving, successor = self._service.serving, self._service.successor
-        if serving is None or successor is None or not self._service.may_serve:
+        """Have the engine that serves lend its memory to its successor, unless it has."""
+        lender, successor = self._service.holder, self._service.successor
+        if lender is None or successor is None or not self._service.may_serve:
             return
-        if self._lenders.get(successor.number) == serving.number:
+        if lender.phase not in (Phase.SERVING, Phase.DRAINING):
             return
-        both = [self._running.get(number) for number in (serving.number, successor.number)]
+        if self._lenders.get(successor.number) == lender.number:
+            return
+        both = [self._running.get(number) for number in (lender.number, successor.number)]
         if all(each is not None and each.record.facts.get("lends") for each in both):
-            self._lenders[successor.number] = serving.number
-            self._keep(self._lend(serving.number, successor.number))
+            self._lenders[successor.number] = lender.number
+            self._under_way = self._keep(self._lend(lender.number, successor.number))
+
+    async def settled(self) -> None:
+        """Return once the question that was asked last is answered."""
+        if self._under_way is not None:
+            await asyncio.wait([self._under_way])
 
     async def _lend(self, lender: int, holder: int) -> None:
         try:

@@ -21,16 +21,14 @@ import msgspec
 
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.wire.framing import recv_packet, send_packet
+from weightcached.wire.framing import MAX_PACKET_FDS, recv_packet, send_packet
 
 # Each is what one engine has lent; the newest counts.
 _BACKLOG = 8
-# A KV cache is one range of addresses, or a few.
-MAX_RANGES = 16
 
 
 class Lent(NamedTuple):
-    """Memory for the ranges of a KV cache, in their order: bytes of each, and descriptors."""
+    """Pieces of memory of one device: bytes of each, and descriptors."""
 
     device: str
     nbytes: list[int]
@@ -68,7 +66,7 @@ class Inbox:
                 return found
             with peer, contextlib.suppress(OSError, EOFError, ProtocolError, msgspec.MsgspecError):
                 peer.setblocking(False)
-                packet = recv_packet(peer, max_fds=MAX_RANGES)
+                packet = recv_packet(peer, max_fds=MAX_PACKET_FDS)
                 said = msgspec.json.decode(packet.data, type=tuple[str, list[int]])
                 if found is not None:
                     close_all(found.fds)

@@ -16,7 +16,7 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ log = logging.getLogger("vllm.weightcached")
 
 # What a range is rounded up by, too. 100 GiB over it take an H200 0.09 s.
 SCRATCH_BYTES = 64 << 20
+# Memory comes in such pieces, so that a cache of another size can use most of what it was lent. Each
+# takes 1 ms to map, and memory that was freed 3 ms a GiB to be cleared.
+PIECE_BYTES = 8 << 30
 # The memory of a process that was killed comes back a little after the process is gone: 94 GiB take
 # 0.35 s.
 MEMORY_WAIT_S = 3.0
@@ -43,21 +46,30 @@ class ParkedAllocationError(SegmentError):
 
 
 class _Range:
-    """Addresses, whether anything is under them, and a descriptor on memory of their own."""
+    """Addresses, whether anything is under them, and descriptors on memory of their own, in order."""
 
     def __init__(self, reservation: Reservation, nbytes: int) -> None:
         self.reservation = reservation
         self.address = reservation.address
         self.nbytes = nbytes
         self.mapped = False
-        self.memory: OwnedFd | None = None
+        self.memory: list[OwnedFd] = []
 
 
 class KvScratch:
     """The ranges of one KV cache on one GPU. Parked or awake, all of them together."""
 
-    def __init__(self, gpu: Gpu, *, parked: bool, scratch_bytes: int = SCRATCH_BYTES) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        *,
+        parked: bool,
+        scratch_bytes: int = SCRATCH_BYTES,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """piece_bytes: a multiple of scratch_bytes, and that one of the driver's granularity."""
         self.parked = parked
+        self._piece_bytes = piece_bytes
         self._gpu = gpu
         self._scratch_bytes = scratch_bytes
         # From a parked start to the first wake.
@@ -92,7 +104,7 @@ class KvScratch:
                 if self.parked:
                     self._map_scratch(new, failing)
                 else:
-                    self._place(new, self._memory_for(new, failing), failing)
+                    self._place(new, self._memory_of(self._pieces_of(new), {}, failing), failing)
             except BaseException:
                 self._unmap(new, failing)
                 new.reservation.close()
@@ -134,17 +146,26 @@ class KvScratch:
             return
         failing = f"cannot wake a KV cache of {self.nbytes} bytes"
         ranges = list(self._ranges.values())
-        memory = self._take_lent()
-        if not memory:
-            self._wait_for_memory(failing, wait_s)
+        wanted = [nbytes for each in ranges for nbytes in self._pieces_of(each)]
+        lent = self._take_lent(wanted)
+        lacking = sum(wanted) - sum(nbytes * len(fds) for nbytes, fds in lent.items())
+        try:
+            self._wait_for_memory(lacking, failing, wait_s)
+            with self._gpu.context.current():
+                memory = self._memory_of(wanted, lent, failing)
+        except BaseException:
+            for fds in lent.values():
+                close_all(fds)
+            raise
         with self._gpu.context.current():
+            rest = list(memory)
             try:
-                for each in ranges[len(memory) :]:
-                    memory.append(self._memory_for(each, failing))
                 self._gpu.context.synchronize(failing)
-                for each, fd in zip(ranges, memory, strict=True):
+                for each in ranges:
                     self._unmap(each, failing)
-                    self._place(each, fd, failing)
+                    count = len(self._pieces_of(each))
+                    here, rest = rest[:count], rest[count:]
+                    self._place(each, here, failing)
                     self._gpu.zero(each.address, each.nbytes, failing)
                 self._gpu.context.synchronize(failing)
             except BaseException:
@@ -177,31 +198,38 @@ class KvScratch:
 
         Raises OSError, ProtocolError.
         """
+        if self.parked:
+            return
         ranges = list(self._ranges.values())
-        fds = [each.memory for each in ranges if each.memory is not None]
-        if fds and len(fds) == len(ranges):
-            lend(path, self._gpu.device, [each.nbytes for each in ranges], fds)
+        nbytes = [size for each in ranges for size in self._pieces_of(each)]
+        lend(path, self._gpu.device, nbytes, [fd for each in ranges for fd in each.memory])
 
-    def _take_lent(self) -> list[OwnedFd]:
-        """Descriptors for all ranges, or none."""
+    def _pieces_of(self, each: _Range) -> list[int]:
+        whole, rest = divmod(each.nbytes, self._piece_bytes)
+        return [self._piece_bytes] * whole + ([rest] if rest else [])
+
+    def _take_lent(self, wanted: Sequence[int]) -> dict[int, list[OwnedFd]]:
+        """Descriptors of the wanted sizes, by size, as far as they were lent."""
         lent = self._inbox.take() if self._inbox is not None else None
         self.forget()
+        found: dict[int, list[OwnedFd]] = {}
         if lent is None:
-            return []
-        wanted = [each.nbytes for each in self._ranges.values()]
-        # A restart may bring the service to another device.
-        here = lent.device == self._gpu.device
-        if here and lent.nbytes == wanted and len(lent.fds) == len(wanted):
-            return lent.fds
+            return found
+        left = list(wanted)
+        for nbytes, fd in zip(lent.nbytes, lent.fds, strict=False):
+            # A restart may bring the service to another device.
+            if nbytes in left and lent.device == self._gpu.device:
+                left.remove(nbytes)
+                found.setdefault(nbytes, []).append(OwnedFd(fd.take()))
         # Before the wait for memory: it is only free then.
         close_all(lent.fds)
-        return []
+        return found
 
-    def _wait_for_memory(self, failing: str, wait_s: float) -> None:
+    def _wait_for_memory(self, nbytes: int, failing: str, wait_s: float) -> None:
         deadline_s = time.monotonic() + wait_s
         while True:
             free, total = self._gpu.memory()
-            if free >= self.nbytes:
+            if free >= nbytes:
                 return
             if time.monotonic() >= deadline_s:
                 raise OutOfDeviceMemoryError(
@@ -222,22 +250,43 @@ class KvScratch:
                 f"{failing}: {free} of {total} bytes are free", code="no-room"
             ) from e
 
-    def _memory_for(self, each: _Range, failing: str) -> OwnedFd:
-        allocation = self._allocate(each.nbytes, failing)
+    def _memory_of(
+        self, wanted: Sequence[int], lent: dict[int, list[OwnedFd]], failing: str
+    ) -> list[OwnedFd]:
+        """Descriptors of the wanted sizes: taken from what was lent, or on new memory."""
+        memory: list[OwnedFd] = []
         try:
-            return allocation.export(failing)
-        finally:
-            allocation.close()
+            for nbytes in wanted:
+                if lent.get(nbytes):
+                    memory.append(lent[nbytes].pop(0))
+                    continue
+                allocation = self._allocate(nbytes, failing)
+                try:
+                    memory.append(allocation.export(failing))
+                finally:
+                    allocation.close()
+        except BaseException:
+            close_all(memory)
+            raise
+        return memory
 
-    def _place(self, each: _Range, memory: OwnedFd, failing: str) -> None:
-        """Put memory under the addresses. From here on the descriptor is the range's."""
+    def _place(self, each: _Range, memory: list[OwnedFd], failing: str) -> None:
+        """Put memory under the addresses. From here on the descriptors are the range's."""
         each.memory = memory
-        allocation = self._gpu.adopt(memory, failing)
+        done = 0
         try:
-            self._gpu.place(each.address, each.nbytes, allocation, failing)
-            each.mapped = True
-        finally:
-            allocation.close()
+            for nbytes, fd in zip(self._pieces_of(each), memory, strict=True):
+                allocation = self._gpu.adopt(fd, failing)
+                try:
+                    self._gpu.place(each.address + done, nbytes, allocation, failing)
+                finally:
+                    allocation.close()
+                done += nbytes
+        except BaseException:
+            if done:
+                self._gpu.take_away(each.address, done, failing)
+            raise
+        each.mapped = True
         self._gpu.open(each.address, each.nbytes, failing)
 
     def _map_scratch(self, each: _Range, failing: str) -> None:
@@ -264,9 +313,8 @@ class KvScratch:
         if each.mapped:
             self._gpu.take_away(each.address, each.nbytes, failing)
             each.mapped = False
-        if each.memory is not None:
-            each.memory.close()
-            each.memory = None
+        close_all(each.memory)
+        each.memory = []
 
 
 # Torch calls these when a pool needs memory or gives it back.
