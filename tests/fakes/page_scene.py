@@ -20,13 +20,12 @@ import yaml
 
 from tests.fakes.daemon import BOUND_S
 from tests.fakes.stub_daemon import StubDaemon, cache, status
-from weightcached.engine.control import listen
 from weightcached.exporter import health, page
 from weightcached.exporter.health import Node
 from weightcached.exporter.history import Fault
 from weightcached.exporter.server import Server
 from weightcached.system.gpus import GpuInfo
-from weightcached.wire.framing import recv_packet, send_packet
+from weightcached.wire.framing import listen, recv_packet, send_packet
 from weightcached.wire.messages import Counters, EngineStatus, OldGeneration, StatusReply
 from weightcached.wire.services import Reply, Request
 

@@ -33,6 +33,7 @@ from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
 from weightcached.system.waits import readable
+from weightcached.wire.framing import listen
 
 MANIFEST = """
 version: 1
@@ -75,7 +76,7 @@ def test_question_ends_with_its_link(short_tmp: Path) -> None:
         raise AssertionError("not reached")
 
     async def test() -> None:
-        server = control.ControlServer(control.listen(short_tmp / "sock"), never)
+        server = control.ControlServer(listen(short_tmp / "sock"), never)
         link = control.Link(short_tmp / "sock")
         asked = asyncio.create_task(link.ask("swap", timeout_s=3600))
         await asyncio.sleep(0)
@@ -89,7 +90,7 @@ def test_question_ends_with_its_link(short_tmp: Path) -> None:
 
 def test_link_that_is_closed_at_once_leaves_no_socket(short_tmp: Path) -> None:
     async def test() -> None:
-        with control.listen(short_tmp / "sock"):
+        with listen(short_tmp / "sock"):
             link = control.Link(short_tmp / "sock")
             link.close()
             with pytest.raises(EngineError):
@@ -217,7 +218,7 @@ def test_neighbour_that_is_slow_is_not_taken_for_asleep(short_tmp: Path) -> None
         return {"awake": True, "share": 0.5, "used": 0.0}, None
 
     async def test() -> None:
-        server = control.ControlServer(control.listen(home / "service.sock"), slowly)
+        server = control.ControlServer(listen(home / "service.sock"), slowly)
         assert await turns(manifest, "chat").anybody_awake()
         server.close()
 

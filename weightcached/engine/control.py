@@ -22,8 +22,6 @@ from weightcached.system.waits import readable
 from weightcached.wire.framing import recv_packet, send_packet
 from weightcached.wire.services import Reply, Request
 
-# A connection that finds it full is refused at once, not kept waiting.
-_BACKLOG = 128
 _MAX_FDS = 1
 
 
@@ -35,21 +33,6 @@ class Peer:
 
 
 Handler = Callable[[str, dict[str, Any], Peer], Awaitable[tuple[dict[str, Any], int | None]]]
-
-
-def listen(path: Path) -> socket.socket:
-    """A socket that takes requests, in a directory of this user alone. Raises OSError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        sock.bind(os.fspath(path))
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 class ControlServer:

@@ -56,6 +56,7 @@ from weightcached.system.paths import (
 from weightcached.system.process import become_subreaper, holds_file
 from weightcached.system.waits import end_tasks
 from weightcached.wire.engine_job import Job
+from weightcached.wire.framing import listen
 from weightcached.wire.services import ERROR_FILE
 
 log = logging.getLogger(__name__)
@@ -201,9 +202,7 @@ class Supervisor:
         stored = dict(inherited(os.environ))
         await self._take_back()
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
-        server = control.ControlServer(
-            control.listen(self._directory / "service.sock"), self._handle
-        )
+        server = control.ControlServer(listen(self._directory / "service.sock"), self._handle)
         self._keep(self._feed_watchdog())
         self._keep(self._extend_start())
         self._begun = True
@@ -452,7 +451,7 @@ class Supervisor:
         running.remove_directory(directory)
         directory.mkdir(mode=0o700)
         job = plan.job(directory, engine.number, parked=parked)
-        listener = control.listen(job.control_socket)
+        listener = listen(job.control_socket)
         with listener:
             pid = None
             if self.spec.nursery and not self._distrusts_fork:

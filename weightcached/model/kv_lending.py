@@ -21,10 +21,7 @@ import msgspec
 
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.wire.framing import MAX_PACKET_FDS, recv_packet, send_packet
-
-# Each is what one engine has lent; the newest counts.
-_BACKLOG = 8
+from weightcached.wire.framing import MAX_PACKET_FDS, listen, recv_packet, send_packet
 
 
 class Lent(NamedTuple):
@@ -45,16 +42,7 @@ class Inbox:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-            self._sock.bind(os.fspath(path))
-            self._sock.listen(_BACKLOG)
-            self._sock.setblocking(False)
-        except BaseException:
-            self._sock.close()
-            raise
+        self._sock = listen(path)
 
     def take(self) -> Lent | None:
         """The newest that came; the others are given back."""

@@ -10,13 +10,18 @@ non-blocking ones.
 from __future__ import annotations
 
 import array
+import contextlib
+import os
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import OwnedFd, close_all, read_sealed, sealed_memfd, sealed_nbytes
 
+# A connection that finds it full is refused at once, not kept waiting.
+_BACKLOG = 128
 MAX_PACKET_BYTES = 64 * 1024
 # The kernel refuses more than 253 in one message (SCM_MAX_FD).
 MAX_PACKET_FDS = 250
@@ -35,6 +40,21 @@ class Packet(NamedTuple):
 
     data: bytes
     fds: list[OwnedFd]
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket that takes connections, in a directory of this user alone. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        sock.bind(os.fspath(path))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
