@@ -377,7 +377,7 @@ def test_cache_of_another_size_has_the_pieces_that_fit_and_gives_back_the_rest(
     other = scratch_of(driver, parked=False)
     other.allocate(before - (SIZE + 2 * UNIT))
     standby.wake(wait_s=0)
-    equal = sum(size == 3 * UNIT for size in standby._pieces_of(*standby._ranges.values()))
+    equal = sum(size == 3 * UNIT for r in standby._ranges.values() for size in r.pieces)
     assert len(set(memory_of(standby)) & set(memory)) == min(2, equal)
     assert driver.read(next(iter(standby._ranges)), units * UNIT) == bytes(units * UNIT)
     free_all(other)

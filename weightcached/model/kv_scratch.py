@@ -17,6 +17,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,8 @@ log = logging.getLogger("vllm.weightcached")
 
 # What a range is rounded up by, too. 100 GiB over it take an H200 0.09 s.
 SCRATCH_BYTES = 64 << 20
-# Memory comes in such pieces, so that a cache of another size can use most of what it was lent. Each
-# takes 1 ms to map, and memory that was freed 3 ms a GiB to be cleared.
+# Memory comes in such pieces, so that a cache of another size can use most of what it was lent. To
+# map a piece takes 1 ms; to clear memory that was freed, 3 ms a GiB.
 PIECE_BYTES = 8 << 30
 # The memory of a process that was killed comes back a little after the process is gone: 94 GiB take
 # 0.35 s.
@@ -46,13 +47,16 @@ class ParkedAllocationError(SegmentError):
 
 
 class _Range:
-    """Addresses, whether anything is under them, and descriptors on memory of their own, in order."""
+    """Addresses, and whether anything is under them. Memory of their own comes in `pieces`, in order:
+    bytes of each; `memory` has the descriptors.
+    """
 
-    def __init__(self, reservation: Reservation, nbytes: int) -> None:
+    def __init__(self, reservation: Reservation, pieces: list[int]) -> None:
         self.reservation = reservation
         self.address = reservation.address
-        self.nbytes = nbytes
+        self.nbytes = sum(pieces)
         self.mapped = False
+        self.pieces = pieces
         self.memory: list[OwnedFd] = []
 
 
@@ -98,13 +102,16 @@ class KvScratch:
             log.warning("%s; its content is lost in sleep, as with vLLM's own back end", told)
         # A multiple of the scratch allocation, which is one of the granularity.
         size = -(-nbytes // self._scratch_bytes) * self._scratch_bytes
+        whole, rest = divmod(size, self._piece_bytes)
+        pieces = [self._piece_bytes] * whole + ([rest] if rest else [])
         with self._gpu.context.current():
-            new = _Range(self._gpu.reserve(size, failing), size)
+            new = _Range(self._gpu.reserve(size, failing), pieces)
             try:
                 if self.parked:
                     self._map_scratch(new, failing)
                 else:
-                    self._place(new, self._memory_of(self._pieces_of(new), {}, failing), failing)
+                    none: list[OwnedFd | None] = [None] * len(pieces)
+                    self._map_memory(new, self._complete(none, pieces, failing), failing)
             except BaseException:
                 self._unmap(new, failing)
                 new.reservation.close()
@@ -146,26 +153,22 @@ class KvScratch:
             return
         failing = f"cannot wake a KV cache of {self.nbytes} bytes"
         ranges = list(self._ranges.values())
-        wanted = [nbytes for each in ranges for nbytes in self._pieces_of(each)]
+        wanted = [nbytes for each in ranges for nbytes in each.pieces]
         lent = self._take_lent(wanted)
-        lacking = sum(wanted) - sum(nbytes * len(fds) for nbytes, fds in lent.items())
+        lacking = sum(nbytes for nbytes, fd in zip(wanted, lent, strict=True) if fd is None)
         try:
             self._wait_for_memory(lacking, failing, wait_s)
-            with self._gpu.context.current():
-                memory = self._memory_of(wanted, lent, failing)
         except BaseException:
-            for fds in lent.values():
-                close_all(fds)
+            close_all(filter(None, lent))
             raise
         with self._gpu.context.current():
-            rest = list(memory)
+            memory = self._complete(lent, wanted, failing)
+            rest = iter(memory)
             try:
                 self._gpu.context.synchronize(failing)
                 for each in ranges:
                     self._unmap(each, failing)
-                    count = len(self._pieces_of(each))
-                    here, rest = rest[:count], rest[count:]
-                    self._place(each, here, failing)
+                    self._map_memory(each, list(islice(rest, len(each.pieces))), failing)
                     self._gpu.zero(each.address, each.nbytes, failing)
                 self._gpu.context.synchronize(failing)
             except BaseException:
@@ -201,29 +204,26 @@ class KvScratch:
         if self.parked:
             return
         ranges = list(self._ranges.values())
-        nbytes = [size for each in ranges for size in self._pieces_of(each)]
+        nbytes = [size for each in ranges for size in each.pieces]
         lend(path, self._gpu.device, nbytes, [fd for each in ranges for fd in each.memory])
 
-    def _pieces_of(self, each: _Range) -> list[int]:
-        whole, rest = divmod(each.nbytes, self._piece_bytes)
-        return [self._piece_bytes] * whole + ([rest] if rest else [])
-
-    def _take_lent(self, wanted: Sequence[int]) -> dict[int, list[OwnedFd]]:
-        """Descriptors of the wanted sizes, by size, as far as they were lent."""
+    def _take_lent(self, wanted: Sequence[int]) -> list[OwnedFd | None]:
+        """A descriptor for each of the wanted sizes, as far as they were lent."""
+        taken: list[OwnedFd | None] = [None] * len(wanted)
         lent = self._inbox.take() if self._inbox is not None else None
         self.forget()
-        found: dict[int, list[OwnedFd]] = {}
         if lent is None:
-            return found
-        left = list(wanted)
+            return taken
+        # A restart may bring the service to another device.
+        left = list(wanted) if lent.device == self._gpu.device else []
         for nbytes, fd in zip(lent.nbytes, lent.fds, strict=False):
-            # A restart may bring the service to another device.
-            if nbytes in left and lent.device == self._gpu.device:
-                left.remove(nbytes)
-                found.setdefault(nbytes, []).append(OwnedFd(fd.take()))
+            if nbytes in left:
+                place = left.index(nbytes)
+                left[place] = 0
+                taken[place] = OwnedFd(fd.take())
         # Before the wait for memory: it is only free then.
         close_all(lent.fds)
-        return found
+        return taken
 
     def _wait_for_memory(self, nbytes: int, failing: str, wait_s: float) -> None:
         deadline_s = time.monotonic() + wait_s
@@ -250,53 +250,47 @@ class KvScratch:
                 f"{failing}: {free} of {total} bytes are free", code="no-room"
             ) from e
 
-    def _memory_of(
-        self, wanted: Sequence[int], lent: dict[int, list[OwnedFd]], failing: str
+    def _complete(
+        self, lent: list[OwnedFd | None], wanted: Sequence[int], failing: str
     ) -> list[OwnedFd]:
-        """Descriptors of the wanted sizes: taken from what was lent, or on new memory."""
-        memory: list[OwnedFd] = []
+        """What was lent, and descriptors on new memory for the rest of the wanted sizes."""
         try:
-            for nbytes in wanted:
-                if lent.get(nbytes):
-                    memory.append(lent[nbytes].pop(0))
-                    continue
-                allocation = self._allocate(nbytes, failing)
-                try:
-                    memory.append(allocation.export(failing))
-                finally:
-                    allocation.close()
+            for place, nbytes in enumerate(wanted):
+                if lent[place] is None:
+                    allocation = self._allocate(nbytes, failing)
+                    try:
+                        lent[place] = allocation.export(failing)
+                    finally:
+                        allocation.close()
         except BaseException:
-            close_all(memory)
+            close_all(filter(None, lent))
             raise
-        return memory
+        return [fd for fd in lent if fd is not None]
 
-    def _place(self, each: _Range, memory: list[OwnedFd], failing: str) -> None:
-        """Put memory under the addresses. From here on the descriptors are the range's."""
+    def _map_memory(self, each: _Range, memory: list[OwnedFd], failing: str) -> None:
+        """From here on the descriptors are the range's."""
         each.memory = memory
-        done = 0
-        try:
-            for nbytes, fd in zip(self._pieces_of(each), memory, strict=True):
-                allocation = self._gpu.adopt(fd, failing)
-                try:
-                    self._gpu.place(each.address + done, nbytes, allocation, failing)
-                finally:
-                    allocation.close()
-                done += nbytes
-        except BaseException:
-            if done:
-                self._gpu.take_away(each.address, done, failing)
-            raise
-        each.mapped = True
-        self._gpu.open(each.address, each.nbytes, failing)
+        with contextlib.ExitStack() as handles:
+            allocations = []
+            for fd in memory:
+                allocations.append(self._gpu.adopt(fd, failing))
+                handles.callback(allocations[-1].close)
+            self._map(each, list(zip(each.pieces, allocations, strict=True)), failing)
 
     def _map_scratch(self, each: _Range, failing: str) -> None:
         if self._scratch is None:
             self._scratch = self._allocate(self._scratch_bytes, failing)
+        count = each.nbytes // self._scratch_bytes
+        self._map(each, [(self._scratch_bytes, self._scratch)] * count, failing)
+
+    def _map(
+        self, each: _Range, allocations: Sequence[tuple[int, Allocation]], failing: str
+    ) -> None:
         done = 0
         try:
-            while done < each.nbytes:
-                self._gpu.place(each.address + done, self._scratch_bytes, self._scratch, failing)
-                done += self._scratch_bytes
+            for nbytes, allocation in allocations:
+                self._gpu.place(each.address + done, nbytes, allocation, failing)
+                done += nbytes
         except CudaError:
             if done:
                 self._gpu.take_away(each.address, done, failing)
