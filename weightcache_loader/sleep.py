@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-from weightcache_loader.swap import ranks_agree
+from weightcache_loader.swap import mixed_checkpoints, ranks_agree
 from weightcached.errors import WeightCacheUnavailableError
 from weightcached.model import mapped
 from weightcached.vllm_compat import worker as vllm_worker
@@ -53,11 +53,7 @@ class WeightcachedBackend(CuMemBackend):  # type: ignore[misc]
                 )
             # One whose daemon served others by then may have had to take these.
             if weights and not ranks_agree(model.index for model in models):
-                raise WeightCacheUnavailableError(
-                    "the ranks of this engine have weights of different checkpoints: wait until the newest is ready "
-                    "on all its devices ('weightcachectl status')",
-                    code="another-rank",
-                )
+                raise mixed_checkpoints("have")
             super().resume(tags)
         except BaseException:
             if kv_cache:

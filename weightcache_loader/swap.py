@@ -111,11 +111,7 @@ def _prepare(worker: Any, *, wait: bool) -> list[_Newer]:
         if not all_ranks(error is None, "target"):
             raise error or WeightCacheUnavailableError(_ANOTHER_RANK, code="another-rank")
         if not ranks_agree(each.attachment.tensor_index for each in newer):
-            raise WeightCacheUnavailableError(
-                "the ranks of this engine would take weights of different checkpoints: wait until the newest is ready "
-                "on all its devices ('weightcachectl status')",
-                code="another-rank",
-            )
+            raise mixed_checkpoints("would take")
     except BaseException:
         _close(newer)
         raise
@@ -187,6 +183,15 @@ def ranks_agree(indexes: Iterable[TensorIndex]) -> bool:
     targets = [each.get("target") for each in said]
     drafts = [each["draft"] for each in said if "draft" in each]
     return all(_alike(a, b) for group in (targets, drafts) for a, b in itertools.pairwise(group))
+
+
+def mixed_checkpoints(verb: str) -> WeightCacheUnavailableError:
+    """The error of ranks that do not agree. verb: what they do with their weights."""
+    return WeightCacheUnavailableError(
+        f"the ranks of this engine {verb} weights of different checkpoints: wait until the newest is ready "
+        "on all its devices ('weightcachectl status')",
+        code="another-rank",
+    )
 
 
 def _described(checkpoint: CheckpointIdentity) -> dict[str, Any]:
