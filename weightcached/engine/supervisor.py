@@ -607,8 +607,9 @@ class Supervisor:
         at_once = self.service.gives_way and self._giving_way.aborts
         number, drain_s = engine.number, 0.0 if at_once else self.spec.drain_s
         log.info("engine=%d draining service=%s", number, self.spec.name)
-        # It serves on meanwhile; asleep it has nothing to lend.
-        await self._lending.settled()
+        if self.service.may_serve:
+            # For its successor. It serves on meanwhile; asleep it has nothing to lend.
+            await self._lending.settled()
         try:
             took = await self._running[number].ask(
                 "demote", timeout_s=drain_s + SLEEP_TIMEOUT_S, drain_s=drain_s
