@@ -82,9 +82,9 @@ def _do_all(
                 if outcome is not None:
                     waiting.unregister(key.fd)
                     ended[key.data] = outcome
-            if not ready and left_s <= _SILENCE_S:
-                break
             if not ready:
+                if left_s <= _SILENCE_S:
+                    break
                 _show_waits(display)
         for key in waiting.get_map().values():
             ended[key.data] = WeightCacheUnavailableError(

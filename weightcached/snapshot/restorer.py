@@ -14,7 +14,7 @@ import queue
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -38,10 +38,8 @@ def restore(job: LoaderJob, daemon: DaemonChannel, path: Path) -> None:
     """Read the snapshot into new segments and hand them over. Raises SnapshotError, SegmentError."""
     daemon.phase("opening")
     backend = None if job.waits else open_backend(job.device)
-    with open_snapshot(path) as snapshot, ExitStack() as undo:
+    with open_snapshot(path) as snapshot, closing(Windows(snapshot)) as windows:
         daemon.send(LoaderKey(key=snapshot.index.key))
-        windows = Windows(snapshot.header.chunk_nbytes)
-        undo.callback(windows.close)
         if backend is None:
             if job.prepares:
                 backend = _prepare(job.device, windows)
@@ -72,8 +70,8 @@ def restore(job: LoaderJob, daemon: DaemonChannel, path: Path) -> None:
 class Windows:
     """Host memory for chunks: on a GPU page-locked, which takes longer than the copy of a chunk."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._nbytes = snapshot.header.chunk_nbytes
         self._free: queue.SimpleQueue[Staging] = queue.SimpleQueue()
         self._made: list[Staging] = []
         self.locking_s: list[float] = []

@@ -283,7 +283,8 @@ class VllmEngine:
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
         model = client.vllm_config.model_config
         self._sleeps = bool(model.enable_sleep_mode)
-        self._backend = getattr(model, "sleep_mode_backend", None)
+        ours = getattr(model, "sleep_mode_backend", None) == parked_start.BACKEND
+        self._uses_backend = self._sleeps and ours
         self._asleep = asleep
 
     @property
@@ -296,8 +297,8 @@ class VllmEngine:
         return {
             "asleep": self._asleep,
             "sleeps": self._sleeps,
-            "unmaps": self._sleeps and self._backend == parked_start.BACKEND,
-            "lends": self._sleeps and self._backend == parked_start.BACKEND,
+            "unmaps": self._uses_backend,
+            "lends": self._uses_backend,
             "kv_blocks": cache.num_gpu_blocks,
             "kv_cache_bytes": _read_kv_cache_bytes(self._job),
             "ranks": first_start.measured(self._job.error_file.parent),
