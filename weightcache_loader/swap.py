@@ -73,12 +73,14 @@ def swap(worker: Any) -> dict[str, Any]:
     if newer is None:
         newer = _prepare(worker, wait=False)
     take(worker, newer)
+    took_s = time.perf_counter() - began_s
+    log.info("swap: this worker took %.1f ms", took_s * 1e3)
     models = vllm_worker.mapped_of(worker)
     return {
         "changed": bool(newer),
         "generations": {model.cache: model.ready.generation for model in models},
         "labels": vllm_worker.labels_of(worker),
-        "seconds": time.perf_counter() - began_s,
+        "seconds": took_s,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -54,7 +55,10 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_swap_is_followed_by_a_reset_and_the_new_name(core: Any) -> None:
     core.scheduler.requests = {"waits": request()}
-    assert core.collective_rpc(live.SWAP) == [core.answer, core.answer]
+    began_s = time.monotonic()
+    for result in core.collective_rpc(live.SWAP):
+        assert began_s <= result.pop("ended_s") <= time.monotonic()
+        assert result == core.answer
     assert core.asked == [live.SWAP, ("prefix", True, True), "encoder"]
     assert core.version == "step-2"
 

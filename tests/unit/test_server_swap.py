@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.daemon import BOUND_S
 from weightcached.errors import EngineError
 from weightcached.vllm_compat import live
 from weightcached.vllm_compat.server import VllmEngine
 
-DONE = {"changed": True, "generations": {"m/target": 7}, "labels": {}, "seconds": 0.01}
+DONE = {
+    "changed": True,
+    "generations": {"m/target": 7},
+    "labels": {},
+    "seconds": 0.01,
+    "ended_s": 5e9,
+}
 READY = {"newer": True, "reason": "", "code": ""}
 
 
@@ -26,6 +33,8 @@ class Client:
         self.reasons = ["", ""]
         self.error: Exception | None = None
         self.drains = True
+        # The core answers a swap once it has also resumed, as it does if this loop is busy.
+        self.resumed = asyncio.Event()
         model = SimpleNamespace(enable_sleep_mode=True)
         self.vllm_config = SimpleNamespace(model_config=model)
         self.engine_core = self
@@ -40,6 +49,9 @@ class Client:
             return self.prepared
         if self.error:
             raise self.error
+        if ("pause", "wait", False) in self.asked:
+            async with asyncio.timeout(BOUND_S):
+                await self.resumed.wait()
         return [DONE, DONE]
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
@@ -49,6 +61,7 @@ class Client:
 
     async def resume_scheduler_async(self) -> None:
         self.asked.append("resume")
+        self.resumed.set()
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 `collective_rpc("weightcached_swap")` reaches the core between two steps. Here it is made sure that
 no request is under way, so that every answer comes from one generation, and that no result of the
-old weights is used again.
+old weights is used again. To each rank's result it adds `ended_s`, when all was done, by the
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import time
 from typing import Any
 
 from weightcached.errors import EngineError
@@ -45,7 +47,8 @@ def _collective_rpc(original: Any) -> Any:
         if any(result["changed"] for result in results):
             _forget_results(self)
             _tell_version(self, results)
-        return results
+        ended_s = time.monotonic()
+        return [{**result, "ended_s": ended_s} for result in results]
 
     return collective_rpc
 

@@ -346,30 +346,35 @@ class VllmEngine:
             return {"outcome": "unchanged"}
         if self._asleep:
             # Its scheduler is paused already, and stays so.
-            return await self._swap_now()
+            return (await self._swap_now())[0]
         began_s = time.monotonic()
         core = self._client.engine_core
+        resumed: asyncio.Future[None] | None = None
         try:
             async with asyncio.timeout(drain_s):
                 await core.pause_scheduler_async(_PAUSE_MODES[on_swap], False)
             drained_s = time.monotonic()
-            done = await self._swap_now()
+            swapped = asyncio.ensure_future(self._swap_now())
+            # The core does one after the other. Asked only once the first is answered, it would wait
+            # for this loop, which is busy with the clients whose requests have just ended.
+            resumed = asyncio.ensure_future(core.resume_scheduler_async())
+            done, ended_s = await swapped
         except TimeoutError:
             await self._client.collective_rpc(live.PREPARE, kwargs={"cancel": True})
             reason = f"its requests did not end within {drain_s:g} s (drain_s)"
             return {"outcome": "left", "reason": reason, "code": "timeout"}
         finally:
-            await core.resume_scheduler_async()
-        pause_s = time.monotonic() - drained_s
-        return {**done, "drain_s": drained_s - began_s, "pause_s": pause_s}
+            await (resumed or core.resume_scheduler_async())
+        return {**done, "drain_s": drained_s - began_s, "pause_s": ended_s - drained_s}
 
-    async def _swap_now(self) -> dict[str, Any]:
+    async def _swap_now(self) -> tuple[dict[str, Any], float]:
+        """What came of it, and when (CLOCK_MONOTONIC, which is one for all processes of a host)."""
         try:
             (done, *_) = await self._client.collective_rpc(live.SWAP)
         except Exception as e:
-            return {"outcome": "left", "reason": str(e), "code": "swap-failed"}
-        generations = done["generations"]
-        return {"outcome": "swapped", "generation": max(generations.values(), default=0)}
+            return {"outcome": "left", "reason": str(e), "code": "swap-failed"}, time.monotonic()
+        generation = max(done["generations"].values(), default=0)
+        return {"outcome": "swapped", "generation": generation}, done["ended_s"]
 
     async def accept_on(self, sock: socket.socket) -> None:
         config = self._server.config
