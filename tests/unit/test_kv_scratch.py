@@ -308,7 +308,7 @@ def lend(driver: FakeDriver, path: Path, *, wanted: int = SIZE) -> tuple[KvScrat
     serving, standby = scratch_of(driver, parked=False), scratch_of(driver, parked=True)
     serving.allocate(SIZE)
     standby.allocate(wanted)
-    standby.expect(path)
+    standby.expect(path, lambda: "")
     serving.lend(path)
     return serving, standby
 
@@ -340,7 +340,7 @@ def test_successor_has_the_memory_of_a_cache_that_is_gone_and_lends_it_on(
 
     third = scratch_of(driver, parked=True)
     third.allocate(SIZE)
-    third.expect(tmp_path / "kv-0.sock")
+    third.expect(tmp_path / "kv-0.sock", lambda: "")
     standby.lend(tmp_path / "kv-0.sock")
     standby.park()
     third.wake(wait_s=0)
@@ -363,6 +363,37 @@ def test_only_the_last_that_was_lent_is_held(driver: FakeDriver, tmp_path: Path)
     standby.wake(wait_s=0)
     assert memory_of(standby) == memory
     assert before - free_bytes(driver) == SIZE
+    free_all(standby)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_memory_whose_lender_serves_is_left_to_it(
+    driver: FakeDriver, tmp_path: Path, caplog: pytest.LogCaptureFixture, room: bool
+) -> None:
+    """As in a standby that is woken by vLLM's own call."""
+    path = tmp_path / "kv-0.sock"
+    serving, standby = lend(driver, path)
+    standby.expect(path, lambda: "the lender serves")
+    serving.lend(path)
+    (old,), (new,) = serving._ranges, standby._ranges
+    driver.write(old, b"of the lender")
+    other = scratch_of(driver, parked=False)
+    if room:
+        standby.wake(wait_s=0)
+        driver.write(new, b"of the standby")
+    else:
+        other.allocate(free_bytes(driver))
+        with pytest.raises(
+            OutOfDeviceMemoryError,
+            match=r"lent to it, as the lender serves: 0 of \d+ bytes are free",
+        ):
+            standby.wake(wait_s=0)
+        assert standby.parked
+    assert "is not used: the lender serves" in caplog.text
+    assert driver.read(old, 13) == b"of the lender"
+    free_all(serving, other)
+    standby.wake(wait_s=0)
+    assert not path.exists(), "what is awake holds nothing that was lent"
     free_all(standby)
 
 
@@ -394,7 +425,7 @@ def test_what_was_lent_can_be_given_back(driver: FakeDriver, tmp_path: Path, how
     if how == "forget":
         standby.forget()
     else:
-        standby.expect(path)
+        standby.expect(path, lambda: "")
     assert before - free_bytes(driver) == UNIT
     standby.forget()
     standby.wake(wait_s=0)
@@ -423,7 +454,7 @@ def test_failed_wake_on_lent_memory_lets_it_go_and_can_be_repeated(
 def test_cache_asleep_has_nothing_to_lend(driver: FakeDriver, tmp_path: Path) -> None:
     path = tmp_path / "kv-0.sock"
     serving, standby = lend(driver, path)
-    standby.expect(path)
+    standby.expect(path, lambda: "")
     serving.park()
     serving.lend(path)
     before = free_bytes(driver)
@@ -456,7 +487,7 @@ def test_awake_cache_takes_no_memory(driver: FakeDriver, tmp_path: Path) -> None
     standby.wake(wait_s=0)
     third = scratch_of(driver, parked=False)
     third.allocate(SIZE)
-    standby.expect(path)
+    standby.expect(path, lambda: "")
     with pytest.raises(FileNotFoundError):
         third.lend(path)
     free_all(standby, third)
@@ -469,7 +500,7 @@ def test_memory_of_another_device_is_not_taken(driver: FakeDriver, tmp_path: Pat
     standby = scratch_of(driver, parked=True)
     serving.allocate(SIZE)
     standby.allocate(SIZE)
-    standby.expect(tmp_path / "kv-0.sock")
+    standby.expect(tmp_path / "kv-0.sock", lambda: "")
     serving.lend(tmp_path / "kv-0.sock")
     memory = memory_of(serving)
     free_all(serving)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
+from multiprocessing import util
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from weightcached.daemon import peers
-from weightcached.system.process import Credentials, peer_credentials, signal_name
+from weightcached.system.process import Credentials, holds_lock, peer_credentials, signal_name
+from weightcached.vllm_compat import server
 from weightcached.wire import connection
 
 # As a user namespace or a directory service gives.
@@ -83,3 +87,43 @@ def test_child_ends_with_its_parent() -> None:
         assert process.stdout.readline() == b"follows\n"
         process.kill()
         assert process.stdout.read() == b""
+
+
+# ---- the fence
+
+
+def answer(fence: Path) -> None:
+    sys.exit(int(holds_lock(fence)))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_lock_is_held_by_whoever_inherits_it_and_by_nobody_who_only_opens_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As an engine's workers inherit the fence, however vLLM starts them."""
+    monkeypatch.setattr(util, "spawnv_passfds", util.spawnv_passfds)
+    fence = tmp_path / "fence"
+
+    def answers() -> tuple[bool, bool]:
+        """This process's, and a worker's."""
+        worker: Any = multiprocessing.get_context(method).Process(target=answer, args=(fence,))  # type: ignore[attr-defined]
+        worker.start()
+        worker.join()
+        return holds_lock(fence), bool(worker.exitcode)
+
+    with open(fence, "w") as ours, open(fence) as theirs:
+        server._hand_on(ours.fileno(), fence)
+        assert answers() == (False, False)
+        fcntl.flock(ours, fcntl.LOCK_EX)
+        assert answers() == (True, True)
+        fcntl.flock(ours, fcntl.LOCK_UN)
+        assert answers() == (False, False), "it is free, and stays so"
+        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    stranger = subprocess.Popen(
+        ["flock", fence, "sh", "-c", "echo; read _"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert stranger.stdout
+    stranger.stdout.readline()
+    with open(fence):
+        assert not holds_lock(fence), "another engine's"
+    stranger.communicate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -239,6 +240,26 @@ def test_engine_that_started_parked_computes_nothing_before_its_first_wake(
     assert worker.execute_model(None) == "computed"
 
 
+def test_memory_of_another_engine_is_taken_only_by_the_one_that_has_the_fence(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    scratch = SimpleNamespace(expect=lambda *arguments: asked.extend(arguments))
+    monkeypatch.setattr(vllm_worker, "_kv_pool", SimpleNamespace(scratch=scratch))
+    worker.rank = 1
+    engine = tmp_path / "chat/2"
+    engine.mkdir(parents=True)
+    assert getattr(worker, live.EXPECT)(str(engine)) == ""
+    path, obstacle = asked
+    assert path == engine / "kv-1.sock"
+    command = "'weightcachectl engine wake chat'"
+    assert command in obstacle(), "no engine of a service, as far as anybody can see"
+    with open(tmp_path / "chat/fence", "w") as fence:
+        assert command in obstacle()
+        fcntl.flock(fence, fcntl.LOCK_EX)
+        assert obstacle() == ""
+
+
 def test_memory_is_kept_while_an_engine_wakes_unless_it_may_have_to_wait_for_a_load(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +340,7 @@ def test_memory_goes_to_the_worker_of_the_same_rank_and_errors_are_answers(
         raise FileNotFoundError(2, "nobody listens", str(path))
 
     scratch = SimpleNamespace(
-        expect=lambda path: asked.append(("expect", path)),
+        expect=lambda path, obstacle: asked.append(("expect", path)),
         lend=lend,
         forget=lambda: asked.append("forget"),
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +38,10 @@ def path_of(directory: Path, rank: int) -> Path:
 
 
 class Inbox:
-    """Takes what is lent. Raises OSError."""
+    """Takes what is lent. Raises OSError. obstacle: why it cannot be used now, or ""."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, obstacle: Callable[[], str]) -> None:
+        self.obstacle = obstacle
         self._path = path
         self._sock = listen(path)
 

@@ -16,7 +16,7 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,14 +144,19 @@ class KvScratch:
                 self._unmap(each, failing)
 
     def wake(self, *, wait_s: float = MEMORY_WAIT_S) -> None:
-        """Put zeroed memory under the addresses: what was lent, or free memory, for which it waits
-        up to `wait_s`.
+        """Put zeroed memory under the addresses: what was lent, if that can be used now, or free
+        memory, for which it waits up to `wait_s`.
 
         Raises OutOfDeviceMemoryError, still parked then and able to try again, and CudaError.
         """
         if not self.parked:
             return
         failing = f"cannot wake a KV cache of {self.nbytes} bytes"
+        if self._inbox is not None and (why := self._inbox.obstacle()):
+            # A descriptor keeps memory usable whether or not its lender still writes there.
+            log.warning("the memory that was lent to this engine is not used: %s", why)
+            self.forget()
+            failing += f" in the memory that was lent to it, as {why}"
         ranges = list(self._ranges.values())
         wanted = [nbytes for each in ranges for nbytes in each.pieces]
         lent = self._take_lent(wanted)
@@ -181,14 +186,15 @@ class KvScratch:
             self.parked = False
             self._let_scratch_go()
 
-    def expect(self, path: Path) -> None:
-        """From now on memory can be lent to this cache, at a socket. Raises OSError.
+    def expect(self, path: Path, obstacle: Callable[[], str]) -> None:
+        """From now on memory can be lent to this cache, at a socket. Raises OSError. obstacle: asked
+        at the wake, why it cannot be used then, as its lender still does; or "".
 
         Awake it needs none, and nobody would take what was lent.
         """
         self.forget()
         if self.parked:
-            self._inbox = Inbox(path)
+            self._inbox = Inbox(path, obstacle)
 
     def forget(self) -> None:
         """Give back what was lent."""

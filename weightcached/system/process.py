@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,17 +73,31 @@ def holds_file(pid: int, path: Path) -> bool:
     """Whether the process has `path` open: of an engine's processes, those that hold its fence are
     the engine; a compiler that it runs is not.
     """
-    wanted = os.fspath(path)
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as fds:
-            for fd in fds:
-                # The name alone: looking at the file itself could hang with its file system.
-                with contextlib.suppress(OSError):
-                    if os.readlink(fd.path) == wanted:
-                        return True
-    except OSError:
-        pass
+    return any(_descriptors_of(pid, path))
+
+
+def holds_lock(path: Path) -> bool:
+    """Whether this process has `path` open, by itself or inherited, by the very open() on which it is
+    locked (flock(2)).
+
+    flock() cannot tell: it would take a lock that is free.
+    """
+    for fd in _descriptors_of(os.getpid(), path):
+        with contextlib.suppress(OSError):
+            if "FLOCK" in Path(f"/proc/self/fdinfo/{fd}").read_text():
+                return True
     return False
+
+
+def _descriptors_of(pid: int, path: Path) -> Iterator[str]:
+    """The numbers of the descriptors by which the process has `path` open."""
+    wanted = os.fspath(path)
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as fds:
+        for fd in fds:
+            # The name alone: looking at the file itself could hang with its file system.
+            with contextlib.suppress(OSError):
+                if os.readlink(fd.path) == wanted:
+                    yield fd.name
 
 
 def signal_name(number: int) -> str:

@@ -28,6 +28,7 @@ from weightcached.model import bind, kv_lending, mapped
 from weightcached.model.bind import Storages
 from weightcached.model.kv_scratch import KvPool, KvScratch
 from weightcached.segments.cuda_driver import Gpu
+from weightcached.system.process import holds_lock
 from weightcached.vllm_compat import guarded, live, parked_start
 from weightcached.vllm_compat.build import gpu_of_worker
 from weightcached.vllm_compat.hooks import PostProcessing
@@ -177,7 +178,21 @@ def kv_pool() -> KvPool | None:
 def expect_memory(worker: Any, directory: str) -> None:
     """Let another engine lend memory to this one's KV cache. Raises OSError."""
     if _kv_pool is not None:
-        _kv_pool.scratch.expect(kv_lending.path_of(Path(directory), worker.rank))
+        home = Path(directory)
+        _kv_pool.scratch.expect(
+            kv_lending.path_of(home, worker.rank), lambda: _find_lender(home.parent)
+        )
+
+
+def _find_lender(service: Path) -> str:
+    """Why an engine of the service may still use what it lent, or ""."""
+    # Not the supervisor's order alone: vLLM's own wake_up() reaches a standby past it.
+    if holds_lock(service / "fence"):
+        return ""
+    return (
+        f"engine service {service.name} has not promoted this engine ('weightcachectl engine wake {service.name}' and "
+        f"'restart {service.name}' do)"
+    )
 
 
 def lend_memory(worker: Any, directory: str) -> None:
