@@ -19,16 +19,17 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.daemon import BOUND_S, free_port
+from tests.fakes.daemon import BOUND_S, free_port, until
 from weightcached.checkpoint.digests import DigestCache
 from weightcached.config.engines import Listen
 from weightcached.config.manifest import load_manifest
 from weightcached.engine import control, endpoint, starting, supervisor
 from weightcached.engine.plan import make_plan
 from weightcached.engine.records import record_of
-from weightcached.engine.running import Running
+from weightcached.engine.running import Running, end_remains
 from weightcached.engine.states import Phase
 from weightcached.engine.supervisor import Options, Supervisor
+from weightcached.engine.tree import has_ended, stat_of
 from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
@@ -333,6 +334,52 @@ def test_engine_that_starts_says_which_processes_it_has_by_now(tmp_path: Path) -
             head.communicate()
 
     run(test())
+
+
+# An engine whose first process has ended, and left a child in its session; it prints its number. A
+# thread of the child, or the child's parent, ends with standard input.
+DYING_CHILD = """
+import ctypes, os, sys, threading
+if not os.fork():
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0))).start()
+    print(os.getpid(), flush=True)
+    ctypes.CDLL(None).pthread_exit(None)
+"""
+DEAD_CHILD = """
+import os, sys
+if not os.fork():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.setsid()
+    print(child, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("script", [DYING_CHILD, DEAD_CHILD])
+def test_remains_of_an_engine_are_ended_to_the_last_thread_and_zombies_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, script: str
+) -> None:
+    """/proc calls both dead: one whose other threads may use the device, and one that only its parent
+    can remove.
+    """
+    head = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    record = record_of(1, "", head.pid, {})
+    assert head.stdout
+    child = int(head.stdout.readline())
+    head.wait()
+    with OwnedFd(os.pidfd_open(child)) as pidfd:
+        until(lambda: getattr(stat_of(child, dead_too=True), "state", "") == "Z", "it looks dead")
+        dying = script is DYING_CHILD
+        assert has_ended(pidfd) is not dying
+        run(end_remains(record))
+        assert has_ended(pidfd)
+    assert (f"ending its remaining processes: [{child}]" in caplog.text) is dying
+    head.communicate()
 
 
 def test_start_that_falls_due_between_two_looks_at_the_clock_is_not_forgotten(

@@ -51,8 +51,10 @@ def stat_of(pid: int, *, dead_too: bool = False) -> Stat | None:
 
 
 def all_processes() -> list[Stat]:
-    """Every process of the machine that this user may look at."""
-    found = (stat_of(int(name)) for name in os.listdir("/proc") if name.isdecimal())
+    """Every process of the machine that this user may look at, also those that may be dead: has_ended()
+    tells.
+    """
+    found = (stat_of(int(name), dead_too=True) for name in os.listdir("/proc") if name.isdecimal())
     return [stat for stat in found if stat is not None]
 
 
