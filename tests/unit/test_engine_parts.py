@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -29,7 +30,7 @@ from weightcached.engine.records import record_of
 from weightcached.engine.running import Running, end_remains
 from weightcached.engine.states import Phase
 from weightcached.engine.supervisor import Options, Supervisor
-from weightcached.engine.tree import has_ended, stat_of
+from weightcached.engine.tree import Tree, has_ended, stat_of
 from weightcached.engine.turns import DeviceTurns
 from weightcached.errors import EngineError
 from weightcached.system.fds import OwnedFd
@@ -355,6 +356,32 @@ if not os.fork():
     print(child, flush=True)
     sys.stdin.read()
 """
+
+
+@pytest.mark.parametrize("reason", [errno.ESRCH, errno.EINVAL])
+def test_number_that_is_only_a_sessions_by_now_is_no_process(
+    monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    """As older kernels say it of an engine's first process, while others of the engine are left."""
+    open_process = os.pidfd_open
+    head = subprocess.Popen(
+        ["sh", "-c", "exec 3<&0; cat <&3 & echo $!"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert head.stdout
+    child = int(head.stdout.readline())
+    head.wait()
+
+    def of_older_kernel(pid: int) -> int:
+        if pid == head.pid:
+            raise OSError(reason, os.strerror(reason))
+        return open_process(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", of_older_kernel)
+    found = Tree(head.pid)
+    assert list(found.members) == [child]
+    found.close()
+    head.communicate()
 
 
 @pytest.mark.parametrize("script", [DYING_CHILD, DEAD_CHILD])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -89,12 +90,17 @@ class Tree:
             self._add(pid)
 
     def _add(self, pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        try:
             fd = OwnedFd(os.pidfd_open(pid))
-            if has_ended(fd):
-                fd.close()
-            else:
-                self._members[pid] = fd
+        except OSError as e:
+            # Before Linux 6.16 not ESRCH, if the number is still that of the dead process's session.
+            if e.errno not in (errno.ESRCH, errno.EINVAL):
+                raise
+            return
+        if has_ended(fd):
+            fd.close()
+        else:
+            self._members[pid] = fd
 
     @property
     def members(self) -> dict[int, OwnedFd]:
