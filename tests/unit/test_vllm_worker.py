@@ -240,6 +240,21 @@ def test_engine_that_started_parked_computes_nothing_before_its_first_wake(
     assert worker.execute_model(None) == "computed"
 
 
+@pytest.mark.parametrize("parked", [True, False])
+def test_engine_that_lost_its_weights_computes_nothing_after_a_sleep_either(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, parked: bool
+) -> None:
+    scratch = SimpleNamespace(parked=parked)
+    monkeypatch.setattr(vllm_worker, "_kv_pool", SimpleNamespace(scratch=scratch))
+    worker.compile_or_warm_up_model()
+    vllm_worker.refuse_steps(worker, "this engine has lost its weights")
+    scratch.parked = False
+    worker.sleep()
+    worker.wake_up()
+    with pytest.raises(RuntimeError, match="lost its weights"):
+        worker.execute_model(None)
+
+
 def test_memory_of_another_engine_is_taken_only_by_the_one_that_has_the_fence(
     worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

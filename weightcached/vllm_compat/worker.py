@@ -247,8 +247,10 @@ def _tell_of_level_2() -> None:
 def _wake_up(original: Any) -> Any:
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
         original(self, tags)
-        if _kv_pool is None or not _kv_pool.scratch.parked:
-            vars(self).pop("execute_model", None)
+        parked = _kv_pool is not None and _kv_pool.scratch.parked
+        # Not whatever stands there: refuse_steps() is for good.
+        if not parked and vars(self).get("execute_model") is _refuse_to_execute:
+            del self.execute_model
 
     return wake_up
 
@@ -269,7 +271,7 @@ def _refuse_to_execute(*arguments: Any, **named: Any) -> Any:
 
 
 def refuse_steps(worker: Any, reason: str) -> None:
-    """Let no request be computed any more: the next one ends the engine."""
+    """Let no request be computed any more, awake or not: the next one ends the engine."""
 
     def execute_model(*arguments: Any, **named: Any) -> Any:
         raise RuntimeError(reason)
