@@ -33,6 +33,7 @@ class Client:
         self.reasons = ["", ""]
         self.error: Exception | None = None
         self.drains = True
+        self.sleeping = False
         # The core answers a swap once it has also resumed, as it does if this loop is busy.
         self.resumed = asyncio.Event()
         model = SimpleNamespace(enable_sleep_mode=True)
@@ -53,6 +54,10 @@ class Client:
             async with asyncio.timeout(BOUND_S):
                 await self.resumed.wait()
         return [DONE, DONE]
+
+    async def is_sleeping(self) -> bool:
+        """Also of one that is only paused."""
+        return self.sleeping
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         self.asked.append(("pause", mode, clear_cache))
@@ -132,8 +137,11 @@ def test_engine_says_whether_it_gives_its_weights_up_in_its_sleep(
     assert engine.facts["lends"] is unmaps, "vLLM's own back end has the KV cache then"
 
 
-def test_sleeping_engine_swaps_and_sleeps_on(client: Client) -> None:
-    assert swap(client, asleep=True) == {"outcome": "swapped", "generation": 7}
+@pytest.mark.parametrize("by_us", [True, False])
+def test_sleeping_engine_swaps_and_sleeps_on(client: Client, by_us: bool) -> None:
+    """Resumed, it would compute over no memory."""
+    client.sleeping = True
+    assert swap(client, asleep=by_us) == {"outcome": "swapped", "generation": 7}
     assert client.asked == [live.PREPARE, live.SWAP]
 
 
