@@ -1,6 +1,6 @@
 """Caches and their generations: served, loading, evicted, or failed.
 
-State only: loads are run by reconcile.py, keys are compared by matching.py, leases are counted by
+State only: loads are run by runs.py, keys are compared by matching.py, leases are counted by
 leases.py.
 """
 

@@ -39,6 +39,7 @@ from weightcached.daemon.notify import Notifier
 from weightcached.daemon.peers import Peer
 from weightcached.daemon.reconcile import Reconciler
 from weightcached.daemon.residency import Residency
+from weightcached.daemon.runs import Runs
 from weightcached.daemon.server import HANDSHAKE_ERRORS, Server, shake_hands
 from weightcached.daemon.session import IDLE_TIMEOUT_S, Session
 from weightcached.daemon.snapshots import WRITTEN, Snapshots
@@ -231,16 +232,25 @@ class Daemon:
         self._snapshots = Snapshots(self.device, endpoint.socket.parent)
         self._residency = Residency(self.device, self.caches, self.leases, self._snapshots)
         self._ways = Ways(self.device, endpoint.socket.parent, self.leases, self._served)
+        peers = GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent))
         self.reconciler = Reconciler(
             self.caches,
             self.matcher,
             store,
-            self._notifier,
-            partial(
-                LoaderRun, stall_timeout_s=options.stall_timeout_s, command=options.loader_command
+            Runs(
+                self.caches,
+                self._notifier,
+                partial(
+                    LoaderRun,
+                    stall_timeout_s=options.stall_timeout_s,
+                    command=options.loader_command,
+                ),
+                self._snapshots,
+                device=self.device,
+                boot_id=boot_id(),
+                peers=peers,
             ),
             device=self.device,
-            boot_id=boot_id(),
             manifest=options.manifest,
             ahead=options.loaders_ahead,
             look=partial(Staleness, self.matcher.full_digest, partial(digest, idle=False)),
@@ -250,7 +260,7 @@ class Daemon:
             tally=self.tally,
             unmap_parked=self.leases.unmap_parked,
             holds=self.holds,
-            peers=GroupPeers(self.device, lambda x: socket_path(x, endpoint.socket.parent)),
+            peers=peers,
         )
         self._endpoint = endpoint
         # Why there is no socket, and none could be made; or "".

@@ -1,22 +1,19 @@
 """Serve the caches that the manifest names: at start, at `weightcachectl reload`, and on SIGHUP.
 
-planning.plan() decides; Reconciler carries it out. Loads use the device one at a
-time: two would need twice the memory beside what is served. Children of the next loads start ahead,
-because importing vLLM takes longer than loading many models; they wait for their turn. If a load
-fails, the served generation stays.
+planning.plan() decides; Reconciler carries it out, with the loaders that runs.py starts. Loads use
+the device one at a time: two would need twice the memory beside what is served. Children of the next
+loads start ahead, because importing vLLM takes longer than loading many models; they wait for their
+turn. If a load fails, the served generation stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,22 +28,15 @@ from weightcached.daemon.fdstore import FdStore, StoreError
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import Holds
 from weightcached.daemon.in_place import Ways
-from weightcached.daemon.loading import (
-    Delivery,
-    LoaderRun,
-    LoadFailedError,
-    LoadRequest,
-    OnKey,
-    OnProgress,
-)
+from weightcached.daemon.loading import Delivery, LoadFailedError
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
-from weightcached.daemon.notify import Notifier
-from weightcached.daemon.planning import is_current, meeting_of, plan
+from weightcached.daemon.planning import is_current, plan
 from weightcached.daemon.residency import Residency
 from weightcached.daemon.retiring import Retirement
 from weightcached.daemon.retries import Retries
 from weightcached.daemon.rollbacks import HELD, Before
+from weightcached.daemon.runs import QueuedRun, Runs, loaders_ahead
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
@@ -62,10 +52,6 @@ from weightcached.wire.messages import CacheOutcome
 
 log = logging.getLogger(__name__)
 
-_MAX_AHEAD = 3
-_CORES_FOR_EACH_AHEAD = 4
-# How often a rank looks for peers that have restored theirs, or had it all along.
-_PEERS_PERIOD_S = 2.0
 # How long a load waits for memory that was given up before.
 _FREEING_S = 5.0
 # How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
@@ -96,54 +82,6 @@ class Replaced(NamedTuple):
     spec_digest: str
 
 
-class Loader(Protocol):
-    """Runs one loader child, as LoaderRun does."""
-
-    def __call__(
-        self,
-        request: LoadRequest,
-        *,
-        on_progress: OnProgress,
-        on_key: OnKey,
-        turn: asyncio.Event,
-        command: Sequence[str] = ...,
-    ) -> LoaderRun: ...
-
-
-class QueuedRun:
-    """A loader run that waits for its turn, or has it."""
-
-    def __init__(self, turn: asyncio.Event, run: asyncio.Task[Delivery]) -> None:
-        self._turn = turn
-        self._run = run
-        self._taken = False
-
-    async def delivery(self) -> Delivery:
-        """Let it use the device; its delivery, owned by the caller. Raises as LoaderRun.run()."""
-        self._turn.set()
-        delivery = await self._run
-        self._taken = True
-        return delivery
-
-    @property
-    def is_over(self) -> bool:
-        return self._run.done()
-
-    async def discard(self) -> None:
-        """End it, and free a delivery that nobody took."""
-        if self._taken:
-            return
-        self._run.cancel()
-        (result,) = await asyncio.gather(self._run, return_exceptions=True)
-        if isinstance(result, Delivery):
-            close_all([result.index_fd, *result.segment_fds])
-
-
-def loaders_ahead() -> int:
-    """How many children may import ahead: each takes a core, and 1 to 2 GB of host memory."""
-    return min(_MAX_AHEAD, (os.cpu_count() or 1) // _CORES_FOR_EACH_AHEAD)
-
-
 class Reconciler:
     """Runs reconciliations one after the other."""
 
@@ -152,11 +90,9 @@ class Reconciler:
         caches: Caches,
         matcher: Matcher,
         store: FdStore,
-        notifier: Notifier,
-        loader: Loader,
+        runs: Runs,
         *,
         device: str,
-        boot_id: str,
         manifest: Path | None,
         ahead: int | None = None,
         look: Callable[[], Staleness],
@@ -171,10 +107,8 @@ class Reconciler:
         self._caches = caches
         self._matcher = matcher
         self._store = store
-        self._notifier = notifier
-        self._loader = loader
+        self._runs = runs
         self._device = device
-        self._boot_id = boot_id
         self._holds = holds or Holds()
         self._looking: set[asyncio.Task[None]] = set()
         self._peers = peers
@@ -255,7 +189,7 @@ class Reconciler:
             if cache.generation is None or not await self._peers.lacks(want):
                 continue
             async with self._holds.device_for(cache):
-                run = self._start(want, None, at_once=True, along=True)
+                run = self._runs.start(want, None, at_once=True, along=True)
                 try:
                     delivery = await run.delivery()
                 except (LoadFailedError, OSError) as e:
@@ -489,7 +423,9 @@ class Reconciler:
                         for coming in wanted[position : position + 1 + self._ahead]:
                             if coming.name not in started:
                                 at_once = coming is want
-                                started[coming.name] = self._start(coming, look, at_once=at_once)
+                                started[coming.name] = self._runs.start(
+                                    coming, look, at_once=at_once
+                                )
                         outcome = await self._load(want, started[want.name], live=live)
                         if replaced is not None and cache.generation is None:
                             await self._restore_replaced(cache, want, replaced)
@@ -573,7 +509,7 @@ class Reconciler:
             reason, path = await self._find_way_back(old)
             if path is not None:
                 # It imports what it needs while the engines serve.
-                run = self._start(want, look, at_once=False, prepares=True)
+                run = self._runs.start(want, look, at_once=False, prepares=True)
                 reason = await self._wait_for_need(cache, run)
                 if run.is_over:
                     return await self._load_without(want, run)
@@ -654,7 +590,7 @@ class Reconciler:
         error = cache.error
         load = cache.begin_load()
         try:
-            delivery = await self._restore(cache, want, load, *replaced)
+            delivery = await self._runs.restore(cache, want, load, *replaced)
         except (LoadFailedError, OSError) as e:
             log.error("the generation before cannot be restored cache=%s error=%s", cache.name, e)
             cache.fail_load(f"{error}; the generation before cannot be restored: {e}")
@@ -727,7 +663,7 @@ class Reconciler:
         began_s, replaced = time.monotonic(), None
         try:
             replaced = await self._make_room(cache, want)
-            delivery = await self._restore(cache, want, load, path, want.spec_digest)
+            delivery = await self._runs.restore(cache, want, load, path, want.spec_digest)
             await self._check_room(cache, delivery)
         except (LoadFailedError, OSError) as e:
             error = f"cannot go back to {path}: {e}; the served generation stays"
@@ -740,18 +676,6 @@ class Reconciler:
         self._tally.restored(cache.name, time.monotonic() - began_s)
         log.info("rolled back cache=%s path=%s", cache.name, path)
         return ""
-
-    async def _restore(
-        self, cache: Cache, want: Wanted, load: LoadProgress, path: Path, spec_digest: str
-    ) -> Delivery:
-        """Read this snapshot, whatever a load would make. Raises LoadFailedError, OSError."""
-        request = self._request(cache, want)._replace(spec_digest=spec_digest)
-        turn = asyncio.Event()
-        turn.set()
-        run = self._child(cache, request, load, turn)(
-            command=self._snapshots.restorer(path, want.spec.python)
-        )
-        return replace(await run.run(), source="restored", snapshot=path)
 
     async def write_snapshot(self, generation: Generation) -> str:
         """Write the snapshot of a served generation now. Returns why it was not, or "".
@@ -767,22 +691,6 @@ class Reconciler:
         if cache is not None and cache.load is not None:
             cache.fail_load(f"{cache.name} was not loaded: the daemon's log says why")
             self.retries.failed(cache.name)
-
-    def _start(
-        self,
-        want: Wanted,
-        look: Staleness | None,
-        *,
-        at_once: bool,
-        along: bool = False,
-        prepares: bool = False,
-    ) -> QueuedRun:
-        turn = asyncio.Event()
-        if at_once:
-            turn.set()
-        cache = self._caches.ensure(want.name, want.role)
-        run = self._run_loader(cache, want, look, turn, along=along, prepares=prepares)
-        return QueuedRun(turn, asyncio.create_task(run))
 
     async def _load(
         self, want: Wanted, run: QueuedRun, *, live: bool = False
@@ -813,107 +721,6 @@ class Reconciler:
             generation=_served_number(cache),
             seconds=time.monotonic() - began_s,
             error=cache.error,
-        )
-
-    async def _run_loader(
-        self,
-        cache: Cache,
-        want: Wanted,
-        look: Staleness | None,
-        turn: asyncio.Event,
-        *,
-        along: bool,
-        prepares: bool,
-    ) -> Delivery:
-        expected_key = cache.load.expected_key if cache.load else None
-        load = cache.begin_load()
-        load.expected_key = expected_key
-        request = self._request(cache, want)._replace(prepares=prepares)
-        run = self._child(cache, request, load, turn)
-        path = None if along else await self._find_snapshot(want, load, look)
-        if path is not None:
-            try:
-                restored = run(command=self._snapshots.restorer(path, want.spec.python))
-                return replace(await restored.run(), source="restored", snapshot=path)
-            except LoadFailedError as e:
-                if e.no_room:
-                    # A load needs no less.
-                    raise
-                log.warning("a snapshot could not be restored, it is loaded cache=%s", cache.name)
-                self._snapshots.reject(cache.name, path, str(e))
-        if want.spec.rendezvous is None or self._peers is None or along:
-            return await run().run()
-        caller = asyncio.create_task(self._call_peers(self._peers, want, load, turn))
-        try:
-            return await run().run()
-        finally:
-            caller.cancel()
-            await asyncio.gather(caller, return_exceptions=True)
-
-    def _child(
-        self, cache: Cache, request: LoadRequest, load: LoadProgress, turn: asyncio.Event
-    ) -> Callable[..., LoaderRun]:
-        """Makes the run of a loader or a restorer, whose progress is that of the cache."""
-
-        def on_progress(phase: str, done_bytes: int, total_bytes: int) -> bool:
-            advanced = load.advance(phase, done_bytes, total_bytes)
-            if advanced and turn.is_set():
-                self._notifier.progress(cache, load)
-            return advanced
-
-        def on_key(key: WeightCacheKey) -> None:
-            load.key = key
-            self._caches.changed.fire()
-
-        return partial(self._loader, request, on_progress=on_progress, on_key=on_key, turn=turn)
-
-    async def _find_snapshot(
-        self, want: Wanted, load: LoadProgress, look: Staleness | None
-    ) -> Path | None:
-        """The snapshot to restore; for a rank of a group only if the others have theirs too."""
-        path = await self._snapshots.find(want, look.reason if look else None)
-        load.source = "snapshot" if path else "checkpoint"
-        place = want.spec.rendezvous
-        if path is None or place is None or self._peers is None:
-            return path
-        device = await self._peers.loading(want, timeout_s=place.timeout_s)
-        if device is None:
-            return path
-        # It would wait for this rank, which would have to load beside what it has restored.
-        self._snapshots.reject(want.name, path, f"{device} of the same group loads")
-        load.source = "checkpoint"
-        return None
-
-    async def _call_peers(
-        self, peers: GroupPeers, want: Wanted, load: LoadProgress, turn: asyncio.Event
-    ) -> None:
-        """Until the ranks have met, ask those to load along that serve and would not come."""
-        await turn.wait()
-        asked: set[str] = set()
-        while True:
-            asked |= await peers.call(want, but=asked)
-            await asyncio.sleep(_PEERS_PERIOD_S)
-            # The key is told right after the meeting.
-            if load.key is not None:
-                return
-
-    def _request(self, cache: Cache, want: Wanted) -> LoadRequest:
-        placement = want.spec.placement_of(self._device)
-        return LoadRequest(
-            device=self._device,
-            cache=cache.name,
-            role=cache.role,
-            generation=cache.next_number,
-            spec_digest=want.spec_digest,
-            engine=want.spec.engine,
-            rank=placement.rank,
-            dp_rank=placement.dp_rank,
-            rendezvous=meeting_of(want.spec, cache.role),
-            identity=want.spec.identity,
-            python=want.spec.python,
-            boot_id=self._boot_id,
-            env=want.spec.env,
-            label=want.spec.label,
         )
 
     async def _publish(self, cache: Cache, delivery: Delivery) -> None:
