@@ -13,14 +13,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from weightcached.checkpoint.identity import CheckpointIdentity, record_checkpoint, with_sample
 from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ModelSpec, load_manifest
-from weightcached.config.ranks import layout_of
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.daemon.counters import Tally
@@ -36,6 +34,7 @@ from weightcached.daemon.residency import Residency
 from weightcached.daemon.retiring import Retirement
 from weightcached.daemon.retries import Retries
 from weightcached.daemon.rollbacks import HELD, Before
+from weightcached.daemon.room import NoRoomError, Replaced, Room
 from weightcached.daemon.runs import QueuedRun, Runs, loaders_ahead
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
@@ -52,8 +51,6 @@ from weightcached.wire.messages import CacheOutcome
 
 log = logging.getLogger(__name__)
 
-# How long a load waits for memory that was given up before.
-_FREEING_S = 5.0
 # How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
 _IDLE_LOOK_S = 0.25
 
@@ -66,20 +63,6 @@ _STAYS = (
 _WAITING = "waiting"
 _WAITING_LOOK_S = 0.02
 _WAITING_TIMEOUT_S = 600.0
-
-
-class NoRoomError(LoadFailedError):
-    """The budget has no room beside what engines use, and what must stay resident."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, no_room=True)
-
-
-class Replaced(NamedTuple):
-    """A generation that had to go before its successor was there, and its snapshot."""
-
-    path: Path
-    spec_digest: str
 
 
 class Reconciler:
@@ -120,6 +103,7 @@ class Reconciler:
         self._residency = residency
         self._ways = ways
         self._retirement = Retirement(caches, matcher, store, snapshots, self._holds, unmap_parked)
+        self._room = Room(residency, self._retirement, snapshots, self.evict)
         self._tally = tally
         self._lock = asyncio.Lock()
         # Failed caches that may load if tried again without a change.
@@ -414,7 +398,7 @@ class Reconciler:
                 outcome: CacheOutcome | LoadFailedError
                 async with self._holds.device_for(cache):
                     try:
-                        replaced = await self._make_room(cache, want, keeps_held=cache.live or live)
+                        replaced = await self._room.make(cache, want, keeps_held=cache.live or live)
                     except NoRoomError as e:
                         outcome = e
                         if want.name in started:
@@ -449,49 +433,6 @@ class Reconciler:
             self._matcher.make_digests()
             self._write_snapshots()
         return outcomes
-
-    async def _make_room(
-        self, cache: Cache, want: Wanted, *, keeps_held: bool = False
-    ) -> Replaced | None:
-        """Evict what stands in the way of a load, as far as its size is known.
-
-        The served generation of the same cache goes last, if it can be restored: it is returned.
-        Raises NoRoomError, but only for a size that is known; with `keeps_held` also if it would
-        have to go and engines that sleep hold it: _load_in_place() keeps these asleep.
-        """
-        if self._residency.budget:
-            # No engine measures memory now, so that these end.
-            await self._retirement.freed(timeout_s=_FREEING_S)
-        old = cache.generation
-        nbytes = old.nbytes if old else cache.last_nbytes or _estimated_bytes(cache, want)
-        if await self._residency.make_room(cache, nbytes, self.evict):
-            return None
-        if old is not None:
-            path = self._snapshots.path_of(old)
-            if path is None or not self._residency.is_unmapped(old):
-                # The new one may be smaller.
-                return None
-            if keeps_held and self._residency.is_held(cache):
-                raise NoRoomError(self._residency.no_room(cache, nbytes))
-            await self.evict(cache)
-            return Replaced(path, old.spec_digest)
-        if cache.last_nbytes:
-            raise NoRoomError(self._residency.no_room(cache, nbytes))
-        return None
-
-    async def _check_room(self, cache: Cache, delivery: Delivery) -> None:
-        """Evict others if a load turned out to be larger than expected. Raises NoRoomError.
-
-        The delivery is freed then.
-        """
-        nbytes, old = delivery.index.nbytes, cache.generation
-        # Publishing frees it.
-        beside = nbytes - old.nbytes if old and self._residency.is_unmapped(old) else nbytes
-        if await self._residency.make_room(cache, beside, self.evict):
-            return
-        close_all([delivery.index_fd, *delivery.segment_fds])
-        cache.last_nbytes = nbytes
-        raise NoRoomError(self._residency.no_room(cache, nbytes))
 
     async def _load_in_place(
         self, cache: Cache, want: Wanted, look: Staleness | None, error: LoadFailedError
@@ -662,9 +603,9 @@ class Reconciler:
         """Serve a snapshot in place of the served generation. Returns why that failed, or ""."""
         began_s, replaced = time.monotonic(), None
         try:
-            replaced = await self._make_room(cache, want)
+            replaced = await self._room.make(cache, want)
             delivery = await self._runs.restore(cache, want, load, path, want.spec_digest)
-            await self._check_room(cache, delivery)
+            await self._room.check(cache, delivery)
         except (LoadFailedError, OSError) as e:
             error = f"cannot go back to {path}: {e}; the served generation stays"
             log.error("rollback failed cache=%s error=%s", cache.name, error)
@@ -700,7 +641,7 @@ class Reconciler:
         began_s = time.monotonic()
         try:
             delivery = await run.delivery()
-            await self._check_room(cache, delivery)
+            await self._room.check(cache, delivery)
         except LoadFailedError as e:
             if e.no_room and (cache.live or live) and cache.generation is not None:
                 return e
@@ -822,15 +763,6 @@ def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
     except (WeightcachedError, OSError, TypeError, ValueError) as e:
         log.debug("cannot tell which checkpoint will be loaded cache=%s: %s", want.name, e)
         return None
-
-
-def _estimated_bytes(cache: Cache, want: Wanted) -> int:
-    """The weight files' share of one rank; 0 if they are unknown before the load."""
-    if cache.checkpoint is None:
-        return 0
-    layout = layout_of(want.spec.engine)
-    nbytes = sum(file.size for file in cache.checkpoint.files)
-    return nbytes // (layout.tp_size * layout.pp_size)
 
 
 def _take_over_digest(generation: Generation, last_key: WeightCacheKey | None) -> None:
