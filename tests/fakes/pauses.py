@@ -93,6 +93,7 @@ def main() -> None:
     from weightcached.daemon import main as daemon
     from weightcached.daemon.caches import Cache
     from weightcached.daemon.endpoint import Endpoint
+    from weightcached.daemon.publishing import Publisher
     from weightcached.daemon.reconcile import Reconciler
     from weightcached.system.notify import StoreConnection
 
@@ -104,7 +105,7 @@ def main() -> None:
     # Each of these has its first descriptor on its way when it waits: the set in the store is cut
     # short.
     _after(StoreConnection, "_send", "store")
-    _before(Reconciler, "_publish", "publish")
+    _before(Publisher, "publish", "publish")
     _before(Cache, "publish", "stored")
     _before(daemon, "shake_hands", "handshake")
     _before(fdstore.FdStore, "remove", "unstore")

@@ -14,22 +14,21 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
-import msgspec
-
 from weightcached.checkpoint.identity import CheckpointIdentity, record_checkpoint, with_sample
 from weightcached.config.drafts import checkpoint_arguments
 from weightcached.config.manifest import ModelSpec, load_manifest
 from weightcached.config.wanted import Wanted, wanted_caches
 from weightcached.daemon.caches import Cache, Caches, Generation, LoadProgress
 from weightcached.daemon.counters import Tally
-from weightcached.daemon.fdstore import FdStore, StoreError
+from weightcached.daemon.fdstore import FdStore
 from weightcached.daemon.group import GroupPeers
 from weightcached.daemon.holds import Holds
 from weightcached.daemon.in_place import Ways
-from weightcached.daemon.loading import Delivery, LoadFailedError
+from weightcached.daemon.loading import LoadFailedError
 from weightcached.daemon.logs import printable
 from weightcached.daemon.matching import Matcher
 from weightcached.daemon.planning import is_current, plan
+from weightcached.daemon.publishing import Publisher, served_number
 from weightcached.daemon.residency import Residency
 from weightcached.daemon.retiring import Retirement
 from weightcached.daemon.retries import Retries
@@ -44,7 +43,6 @@ from weightcached.errors import (
     UnknownCacheError,
     WeightcachedError,
 )
-from weightcached.index.key import WeightCacheKey
 from weightcached.system.fds import close_all
 from weightcached.system.paths import manifest_path
 from weightcached.wire.messages import CacheOutcome
@@ -53,12 +51,6 @@ log = logging.getLogger(__name__)
 
 # How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
 _IDLE_LOOK_S = 0.25
-
-
-_STAYS = (
-    "; the present weights are served on, and do not make room for the new ones: {reason}. By hand: 'weightcachectl "
-    "engine sleep' its service, 'weightcachectl drop {model}', reload or publish again, and wake the service"
-)
 # A loader that has imported all it needs, and may use the device from now on.
 _WAITING = "waiting"
 _WAITING_LOOK_S = 0.02
@@ -89,7 +81,6 @@ class Reconciler:
     ) -> None:
         self._caches = caches
         self._matcher = matcher
-        self._store = store
         self._runs = runs
         self._device = device
         self._holds = holds or Holds()
@@ -108,6 +99,7 @@ class Reconciler:
         self._lock = asyncio.Lock()
         # Failed caches that may load if tried again without a change.
         self.retries = Retries()
+        self._publisher = Publisher(store, self.retries, snapshots, self._retirement)
         self._wanted: dict[str, Wanted] = {}
         self.manifest = str(manifest or "")
         self.manifest_error = ""
@@ -355,7 +347,7 @@ class Reconciler:
         return CacheOutcome(
             cache=cache.name,
             outcome="unchanged",
-            generation=_served_number(cache),
+            generation=served_number(cache),
             note=HELD if rolled_back else "",
         )
 
@@ -469,7 +461,7 @@ class Reconciler:
                                 await self._restore_replaced(cache, want, replaced)
                             return outcome
                         reason = f"{reason} keeps them mapped"
-            self._record_failure(cache, error, stays=reason)
+            self._publisher.record_failure(cache, error, stays=reason)
             if want.spec.name in self._ways.disturbed:
                 # Not again and again: engines have slept for it.
                 self.retries.settled(cache.name)
@@ -480,7 +472,7 @@ class Reconciler:
         return CacheOutcome(
             cache=cache.name,
             outcome="failed",
-            generation=_served_number(cache),
+            generation=served_number(cache),
             seconds=time.monotonic() - began_s,
             error=cache.error,
         )
@@ -517,12 +509,12 @@ class Reconciler:
                 await self._ways.close(model, swap=model in loaded)
 
     def _refuse(self, cache: Cache, error: LoadFailedError) -> CacheOutcome:
-        self._record_failure(cache, error)
+        self._publisher.record_failure(cache, error)
         self._caches.changed.fire()
         return CacheOutcome(
             cache=cache.name,
             outcome="failed",
-            generation=_served_number(cache),
+            generation=served_number(cache),
             error=cache.error,
         )
 
@@ -537,7 +529,7 @@ class Reconciler:
             cache.fail_load(f"{error}; the generation before cannot be restored: {e}")
         else:
             log.info("the generation before is restored cache=%s", cache.name)
-            await self._publish(cache, delivery)
+            await self._publisher.publish(cache, delivery)
             cache.error = error
         finally:
             self._caches.changed.fire()
@@ -591,7 +583,7 @@ class Reconciler:
                 CacheOutcome(
                     cache=name,
                     outcome="failed" if error else "loaded",
-                    generation=_served_number(cache),
+                    generation=served_number(cache),
                     seconds=time.monotonic() - began_s,
                     error=error,
                 )
@@ -613,7 +605,7 @@ class Reconciler:
                 cache.error = error
                 await self._restore_replaced(cache, want, replaced)
             return error
-        await self._publish(cache, delivery)
+        await self._publisher.publish(cache, delivery)
         self._tally.restored(cache.name, time.monotonic() - began_s)
         log.info("rolled back cache=%s path=%s", cache.name, path)
         return ""
@@ -645,13 +637,13 @@ class Reconciler:
         except LoadFailedError as e:
             if e.no_room and (cache.live or live) and cache.generation is not None:
                 return e
-            self._record_failure(cache, e)
+            self._publisher.record_failure(cache, e)
         except OSError as e:
-            self._record_failure(
+            self._publisher.record_failure(
                 cache, LoadFailedError(f"loader of {cache.name} cannot be run: {e.strerror or e}")
             )
         else:
-            await self._publish(cache, delivery)
+            await self._publisher.publish(cache, delivery)
             if delivery.source == "restored":
                 self._tally.restored(cache.name, time.monotonic() - began_s)
         finally:
@@ -659,69 +651,9 @@ class Reconciler:
         return CacheOutcome(
             cache=cache.name,
             outcome="failed" if cache.error else "loaded",
-            generation=_served_number(cache),
+            generation=served_number(cache),
             seconds=time.monotonic() - began_s,
             error=cache.error,
-        )
-
-    async def _publish(self, cache: Cache, delivery: Delivery) -> None:
-        """Store it, then serve it.
-
-        If the daemon dies in between, its successor finds both generations and keeps the newer one.
-        """
-        generation = Generation(
-            delivery.index,
-            delivery.index_digest,
-            delivery.index_fd,
-            delivery.segment_fds,
-            delivery.source,
-        )
-        try:
-            await asyncio.to_thread(self._store.put, generation)
-        except StoreError as e:
-            log.warning(
-                "not in the store, a restart will load it again cache=%s error=%s", cache.name, e
-            )
-            generation.not_stored = f"a restart of the daemon will load it again: {e}"
-        except BaseException:
-            generation.retire()
-            raise
-        self.retries.settled(cache.name)
-        if delivery.snapshot is not None:
-            self._snapshots.restored(generation, delivery.snapshot)
-            _take_over_digest(generation, cache.last_key)
-        if generation.source == "loaded":
-            await self._snapshots.rollbacks.end(cache.name)
-        old = cache.publish(generation)
-        log.info(
-            "ready cache=%s generation=%d segments=%d bytes=%d seconds=%.1f",
-            cache.name,
-            generation.number,
-            len(generation.segment_nbytes),
-            generation.nbytes,
-            generation.load_seconds,
-        )
-        if old is not None:
-            await self._retirement.retire(old)
-
-    def _record_failure(self, cache: Cache, error: LoadFailedError, *, stays: str = "") -> None:
-        """stays: why the served generation does not make room."""
-        no_room, on_demand = isinstance(error, NoRoomError), cache.resident == "on-demand"
-        if error.permanent or (no_room and (on_demand or cache.generation is not None)):
-            self.retries.settled(cache.name)
-        else:
-            self.retries.failed(cache.name)
-        text = str(error)
-        if stays:
-            text += _STAYS.format(reason=stays, model=cache.name.rpartition("/")[0])
-        # Its next engine may find room.
-        cache.fail_load(text, evicted=no_room and on_demand)
-        log.error(
-            "load failed cache=%s served_generation=%d permanent=%s error=%s",
-            cache.name,
-            _served_number(cache),
-            "yes" if error.permanent else "no",
-            error,
         )
 
     async def _drop(self, name: str) -> CacheOutcome:
@@ -765,19 +697,6 @@ def _checkpoint_of(want: Wanted) -> CheckpointIdentity | None:
         return None
 
 
-def _take_over_digest(generation: Generation, last_key: WeightCacheKey | None) -> None:
-    """A restored generation was loaded from the same files as it was before its eviction."""
-    if last_key is None or generation.full_digest:
-        return
-    last, now = last_key.checkpoint, generation.key.checkpoint
-    if msgspec.structs.replace(last, full=now.full) == now:
-        generation.full_digest = last.full
-
-
 def _named(only: Collection[str], known: Collection[str]) -> set[str]:
     """The known caches that `only` names, each by its own name or its model's."""
     return {x for x in known if x in only or x.rpartition("/")[0] in only}
-
-
-def _served_number(cache: Cache) -> int:
-    return cache.generation.number if cache.generation else 0
