@@ -34,7 +34,7 @@ from weightcached.daemon.retiring import Retirement
 from weightcached.daemon.retries import Retries
 from weightcached.daemon.rollbacks import HELD, Before
 from weightcached.daemon.room import NoRoomError, Replaced, Room
-from weightcached.daemon.runs import QueuedRun, Runs, loaders_ahead
+from weightcached.daemon.runs import QueuedRun, Runs, loaders_ahead, wait_for_need
 from weightcached.daemon.snapshots import Snapshots
 from weightcached.daemon.staleness import Staleness
 from weightcached.errors import (
@@ -51,10 +51,6 @@ log = logging.getLogger(__name__)
 
 # How soon a cache that is due to be evicted is looked at again, if its snapshot is being written.
 _IDLE_LOOK_S = 0.25
-# A loader that has imported all it needs, and may use the device from now on.
-_WAITING = "waiting"
-_WAITING_LOOK_S = 0.02
-_WAITING_TIMEOUT_S = 600.0
 
 
 class Reconciler:
@@ -443,7 +439,7 @@ class Reconciler:
             if path is not None:
                 # It imports what it needs while the engines serve.
                 run = self._runs.start(want, look, at_once=False, prepares=True)
-                reason = await self._wait_for_need(cache, run)
+                reason = await wait_for_need(cache, run)
                 if run.is_over:
                     return await self._load_without(want, run)
                 if not reason:
@@ -483,16 +479,6 @@ class Reconciler:
             return "", await self._snapshots.way_back(generation)
         except SnapshotError as e:
             return str(e), None
-
-    async def _wait_for_need(self, cache: Cache, run: QueuedRun) -> str:
-        """Return once a run needs the device, or is over; why it does not come to that, or ""."""
-        try:
-            async with asyncio.timeout(_WAITING_TIMEOUT_S):
-                while not run.is_over and not (cache.load and cache.load.phase == _WAITING):
-                    await asyncio.sleep(_WAITING_LOOK_S)
-        except TimeoutError:
-            return f"their loader still prepares after {_WAITING_TIMEOUT_S:.0f} s"
-        return ""
 
     async def _load_without(self, want: Wanted, run: QueuedRun) -> CacheOutcome:
         """As _load(), whether or not there is room."""

@@ -38,6 +38,10 @@ _MAX_AHEAD = 3
 _CORES_FOR_EACH_AHEAD = 4
 # How often a rank looks for peers that have restored theirs, or had it all along.
 _PEERS_PERIOD_S = 2.0
+# A loader that has imported all it needs, and may use the device from now on.
+_WAITING = "waiting"
+_WAITING_LOOK_S = 0.02
+_WAITING_TIMEOUT_S = 600.0
 
 
 class Loader(Protocol):
@@ -81,6 +85,17 @@ class QueuedRun:
         (result,) = await asyncio.gather(self._run, return_exceptions=True)
         if isinstance(result, Delivery):
             close_all([result.index_fd, *result.segment_fds])
+
+
+async def wait_for_need(cache: Cache, run: QueuedRun) -> str:
+    """Return once a run needs the device, or is over; why it does not come to that, or ""."""
+    try:
+        async with asyncio.timeout(_WAITING_TIMEOUT_S):
+            while not run.is_over and not (cache.load and cache.load.phase == _WAITING):
+                await asyncio.sleep(_WAITING_LOOK_S)
+    except TimeoutError:
+        return f"their loader still prepares after {_WAITING_TIMEOUT_S:.0f} s"
+    return ""
 
 
 def loaders_ahead() -> int:
