@@ -60,6 +60,13 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
 
 
+def _text_of(path: Path) -> str:
+    """The file's text, "" if a test has taken it away."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text()
+    return ""
+
+
 def _set_once(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
@@ -122,7 +129,7 @@ class FakeEngine:
 
     async def wake(self) -> None:
         failures = Path(self.job.arguments.get("x_wake_fails", "/nonexistent"))
-        if failures.exists() and (left := int(failures.read_text())) > 0:
+        if (left := int(_text_of(failures) or 0)) > 0:
             failures.write_text(str(left - 1))
             raise RuntimeError("no memory")
         if self.mapped is not None:
@@ -257,10 +264,10 @@ async def start(job: Job, fence_fd: int) -> AsyncIterator[FakeEngine]:
     ):
         raise RuntimeError("it does not start after a fork")
     fail_file = Path(arguments.get("x_fail_file", "/nonexistent"))
-    if fail_file.exists():
-        raise RuntimeError(fail_file.read_text())
+    if fails := _text_of(fail_file):
+        raise RuntimeError(fails)
     delay = Path(arguments.get("x_delay_file", "/nonexistent"))
-    while delay.exists() and delay.read_text() == str(job.number):
+    while _text_of(delay) == str(job.number):
         await asyncio.sleep(0.01)
     commands, to_core = os.pipe()
     from_core, answers = os.pipe()
