@@ -51,7 +51,7 @@ class Engine:
         self.record = Record(
             number=number, digest="", pid=0, start=0, boot="", since=0.0, facts={"lends": lends}
         )
-        self.activity = SimpleNamespace(requests=0, active=0)
+        self.activity = SimpleNamespace(requests=0, active=0, stopped=False)
         self.active_s = 0.0
         self.tree = SimpleNamespace(members={})
         self.lends = lends
@@ -298,6 +298,27 @@ def test_engine_killed_on_its_way_to_sleep_leaves_its_memory_to_nobody(
         assert not world.used()
         assert world.made._has_share == gives_way, "who gives way has it yet"
         world.wake()
+        await world.until_lent()
+        assert not world.found_no_room
+
+    play(test)
+
+
+def test_memory_of_an_engine_that_sleeps_by_vllms_own_call_is_free_until_it_wakes(
+    play: Play,
+) -> None:
+    async def test(world: World) -> None:
+        await world.until_lent()
+        serving = world.serving
+        assert serving
+        serving.mapped, serving.activity.stopped = None, True
+        await world.until(lambda: not world.used())
+        assert world.serving is serving
+        serving.mapped, serving.activity.stopped = Memory(), False
+        await world.until_lent()
+        assert world.standby
+        assert world.standby.held is serving.mapped
+        world.kill(serving)
         await world.until_lent()
         assert not world.found_no_room
 

@@ -13,6 +13,7 @@ from tests.fakes.daemon import BOUND_S
 from weightcached.errors import EngineError
 from weightcached.vllm_compat import live
 from weightcached.vllm_compat.server import VllmEngine
+from weightcached.wire.engine_job import Activity
 
 DONE = {
     "changed": True,
@@ -161,3 +162,30 @@ def test_memory_that_one_rank_could_not_lend_is_told_with_its_reason(client: Cli
     assert client.asked == [
         (live.EXPECT, "/run/chat/2"), (live.LEND, "/run/chat/2"), live.FORGET, (live.LEND, "/run/chat/3"),
     ]  # fmt: skip
+
+
+def test_ping_says_stopped_only_of_an_engine_that_others_have_stopped(client: Client) -> None:
+    nothing: Any = None
+    server: Any = SimpleNamespace(server_state=SimpleNamespace(total_requests=3, tasks=["one"]))
+
+    async def ask() -> None:
+        engine = VllmEngine(nothing, client, server, nothing, asleep=False)
+        serving = Activity(requests=3, active=1)
+        assert await engine.ping() == serving
+        pause, said = client.pause_scheduler_async, []
+
+        async def pause_and_ask(mode: str, clear_cache: bool) -> None:
+            await pause(mode, clear_cache)
+            client.sleeping = True
+            said.append(await engine.ping())
+            client.sleeping = False
+
+        client.pause_scheduler_async = pause_and_ask  # type: ignore[method-assign]
+        await engine.swap(on_swap="drain", drain_s=30)
+        assert said == [serving], "a swap is ours"
+        client.sleeping = True
+        assert (await engine.ping()).stopped
+        parked = VllmEngine(nothing, client, server, nothing, asleep=True)
+        assert await parked.ping() == serving
+
+    asyncio.run(ask())

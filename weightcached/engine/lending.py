@@ -48,6 +48,7 @@ class Lending:
         # Who lent, by who holds it. 0: nobody whose memory it should hold.
         self._lenders: dict[int, int] = {}
         self._under_way: asyncio.Task[None] | None = None
+        self._giving_back: asyncio.Task[None] | None = None
 
     def taken_back(self, number: int) -> None:
         """An engine of an earlier supervisor may hold anything."""
@@ -58,11 +59,19 @@ class Lending:
         self._lenders.pop(number, None)
 
     def offer(self) -> None:
-        """Have the engine that serves lend its memory to its successor, unless it has."""
+        """Have the engine that serves lend its memory to its successor, unless it has.
+
+        Somebody may have sent it to sleep by vLLM's own call: then that memory is given back.
+        """
         lender, successor = self._service.holder, self._service.successor
         if lender is None or successor is None or not self._service.may_serve:
             return
         if lender.phase not in (Phase.SERVING, Phase.DRAINING):
+            return
+        running = self._running.get(lender.number)
+        if lender.phase is Phase.SERVING and running is not None and running.activity.stopped:
+            if self._lenders and (self._giving_back is None or self._giving_back.done()):
+                self._giving_back = self._keep(self.give_back())
             return
         if self._lenders.get(successor.number) == lender.number:
             return

@@ -683,6 +683,8 @@ class Supervisor:
                 return
             engine.watch()
             self._sleep_if_idle(number, engine)
+            # vLLM's own sleep and wake_up do not tell us.
+            self._lending.offer()
             await asyncio.sleep(PROBE_PERIOD_S)
 
     def _sleep_if_idle(self, number: int, engine: Running) -> None:

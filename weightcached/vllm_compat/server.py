@@ -15,7 +15,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -286,6 +286,8 @@ class VllmEngine:
         ours = getattr(model, "sleep_mode_backend", None) == parked_start.BACKEND
         self._uses_backend = self._sleeps and ours
         self._asleep = asleep
+        # Its scheduler is being paused, by us.
+        self._pauses = False
 
     @property
     def asleep(self) -> bool:
@@ -307,9 +309,13 @@ class VllmEngine:
 
     async def ping(self) -> Activity:
         # /health sees only a flag; this goes through the core's loop, which a hung step blocks.
-        await self._client.is_sleeping()
+        stopped = await self._client.is_sleeping()
         state = self._server.server_state
-        return Activity(requests=state.total_requests, active=len(state.tasks))
+        return Activity(
+            requests=state.total_requests,
+            active=len(state.tasks),
+            stopped=stopped and not self._asleep and not self._pauses,
+        )
 
     async def wake(self) -> None:
         if self._asleep:
@@ -318,8 +324,17 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         if self._sleeps and not self._asleep:
-            await self._client.sleep(level=1)
-            self._asleep = True
+            with self._pausing():
+                await self._client.sleep(level=1)
+                self._asleep = True
+
+    @contextlib.contextmanager
+    def _pausing(self) -> Iterator[None]:
+        self._pauses = True
+        try:
+            yield
+        finally:
+            self._pauses = False
 
     async def expect_memory(self, directory: str) -> None:
         await self._ask_workers(live.EXPECT, directory)
@@ -347,6 +362,10 @@ class VllmEngine:
         if self._asleep or await self._client.is_sleeping():
             # Its scheduler is paused already, and stays so: by us, or by vLLM's own /sleep or /pause.
             return (await self._swap_now())[0]
+        with self._pausing():
+            return await self._swap_in_pause(on_swap, drain_s)
+
+    async def _swap_in_pause(self, on_swap: str, drain_s: float) -> dict[str, Any]:
         began_s = time.monotonic()
         core = self._client.engine_core
         resumed: asyncio.Future[None] | None = None

@@ -47,10 +47,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests since the engine's start, and those under way now."""
+    """Requests since the engine's start, and those under way now. stopped: it is asleep or
+    paused, by a call of vLLM's own.
+    """
 
     requests: int
     active: int
+    stopped: bool = False
 
 
 def say_error(path: Path, error: BaseException) -> None:
