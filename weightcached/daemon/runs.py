@@ -152,10 +152,7 @@ class Runs:
         request = self._request(cache, want)._replace(spec_digest=spec_digest)
         turn = asyncio.Event()
         turn.set()
-        run = self._child(cache, request, load, turn)(
-            command=self._snapshots.restorer(path, want.spec.python)
-        )
-        return replace(await run.run(), source="restored", snapshot=path)
+        return await self._restore(self._child(cache, request, load, turn), want, path)
 
     async def _run_loader(
         self,
@@ -175,8 +172,7 @@ class Runs:
         path = None if along else await self._find_snapshot(want, load, look)
         if path is not None:
             try:
-                restored = run(command=self._snapshots.restorer(path, want.spec.python))
-                return replace(await restored.run(), source="restored", snapshot=path)
+                return await self._restore(run, want, path)
             except LoadFailedError as e:
                 if e.no_room:
                     # A load needs no less.
@@ -191,6 +187,10 @@ class Runs:
         finally:
             caller.cancel()
             await asyncio.gather(caller, return_exceptions=True)
+
+    async def _restore(self, run: Callable[..., LoaderRun], want: Wanted, path: Path) -> Delivery:
+        restored = run(command=self._snapshots.restorer(path, want.spec.python))
+        return replace(await restored.run(), source="restored", snapshot=path)
 
     def _child(
         self, cache: Cache, request: LoadRequest, load: LoadProgress, turn: asyncio.Event
