@@ -19,14 +19,17 @@ from weightcached.cli.common import (
     progress_display,
     socket_dir,
 )
-from weightcached.errors import EXIT_FAILURE, EXIT_NO_DAEMON, WeightcachedError
+from weightcached.errors import (
+    EXIT_FAILURE,
+    EXIT_NO_DAEMON,
+    UnknownCacheError,
+    WeightcachedError,
+)
 
 if TYPE_CHECKING:
     from weightcached.wire.messages import Drop, Evict
 
 _RELOAD_TIMEOUT_S = 3600.0
-# A daemon's refusal if it has none of the named caches.
-UNKNOWN_CACHE = "unknown-cache"
 
 
 def _is_device(name: str) -> bool:
@@ -112,7 +115,8 @@ def _report_reloads(ended: Mapping[str, Any], caches: Sequence[str]) -> int:
 
     A device without the named caches has nothing to do, as long as another device has them.
     """
-    lacking = [device for device, end in ended.items() if getattr(end, "code", "") == UNKNOWN_CACHE]
+    refusal = UnknownCacheError.code
+    lacking = [device for device, end in ended.items() if getattr(end, "code", "") == refusal]
     if len(lacking) == len(ended):
         lacking = []
     for device in lacking:
