@@ -68,14 +68,13 @@ class Lending:
             return
         if lender.phase not in (Phase.SERVING, Phase.DRAINING):
             return
-        running = self._running.get(lender.number)
-        if lender.phase is Phase.SERVING and running is not None and running.activity.stopped:
+        both = [self._running.get(number) for number in (lender.number, successor.number)]
+        if lender.phase is Phase.SERVING and both[0] is not None and both[0].activity.stopped:
             if self._lenders and (self._giving_back is None or self._giving_back.done()):
                 self._giving_back = self._keep(self.give_back())
             return
         if self._lenders.get(successor.number) == lender.number:
             return
-        both = [self._running.get(number) for number in (lender.number, successor.number)]
         if all(each is not None and each.record.facts.get("lends") for each in both):
             self._lenders[successor.number] = lender.number
             self._under_way = self._keep(self._lend(lender.number, successor.number))

@@ -359,7 +359,7 @@ class VllmEngine:
             return {"outcome": "left", "reason": refused[0]["reason"], "code": refused[0]["code"]}
         if not any(each["newer"] for each in said):
             return {"outcome": "unchanged"}
-        if self._asleep or await self._client.is_sleeping():
+        if await self._client.is_sleeping():
             # Its scheduler is paused already, and stays so: by us, or by vLLM's own /sleep or /pause.
             return (await self._swap_now())[0]
         with self._pausing():
