@@ -496,7 +496,9 @@ class Bench:
             for n in range(count):
                 if n and time.monotonic() > self.deadline:
                     break
-                self._start_both(n, seen)
+                values = self._start_both(f"start {n + 1}")
+                for name, value in zip(("direct", "service", "forked"), values, strict=True):
+                    seen[name].append(value)
                 if n + 1 < count:
                     self.stop_services()
             status = self.until_serving(standby=True)
@@ -511,19 +513,19 @@ class Bench:
             logs = {"direct": "direct-ipc_cache.log", "service": "service-a.log"}
             self.results |= {f"phases_{n}": phases(self.work / log) for n, log in logs.items()}
 
-    def _start_both(self, n: int, seen: dict[str, list[float]]) -> None:
-        seen["direct"].append(self._start_directly(self.port + 2))
-        say(f"start {n + 1}: vllm serve --load-format ipc_cache: {seen['direct'][-1]:.1f} s")
+    def _start_both(self, what: str) -> tuple[float, float, float]:
+        """Seconds to the first answer by vLLM's own server and by the service, which stays, and the
+        latter without its imports.
+        """
+        direct_s = self._start_directly(self.port + 2)
+        say(f"{what}: vllm serve --load-format ipc_cache: {direct_s:.1f} s")
         began = time.time()
         self.start_service()
         self.until_serving()
         complete(self.port)
-        seen["service"].append(time.time() - began)
-        seen["forked"].append(self._first_from_fork())
-        after_s = seen["forked"][-1]
-        say(
-            f"start {n + 1}: service, {seen['service'][-1]:.1f} s, {after_s:.1f} s after its imports"
-        )
+        service_s, forked_s = time.time() - began, self._first_from_fork()
+        say(f"{what}: service, {service_s:.1f} s, {forked_s:.1f} s after its imports")
+        return direct_s, service_s, forked_s
 
     def _first_from_fork(self, name: str = "a") -> float:
         """Seconds from the fork of the service's first engine until it could serve."""
@@ -549,7 +551,7 @@ class Bench:
             for n in range(count):
                 if n and time.monotonic() > self.deadline:
                     break
-                self._start_each_way(seen, forked)
+                self._start_each_way(f"ledger {n + 1}", seen, forked)
                 say(f"ledger {n + 1}: " + ", ".join(f"{way} {seen[way][-1]:.1f} s" for way in WAYS))
         finally:
             self.stop_services()
@@ -569,14 +571,11 @@ class Bench:
 
     def _fill_caches(self) -> None:
         """Start an engine and the service once, so that no measured start compiles."""
-        say(f"unmeasured: vllm serve {self._start_directly(self.port + 2):.1f} s")
-        self.start_service()
-        self.until_serving()
-        say(f"unmeasured: the service {self._first_from_fork():.1f} s after its imports")
+        self._start_both("unmeasured")
         self.stop_services()
         self.steady_bytes()
 
-    def _start_each_way(self, seen: dict[str, list[float]], forked: list[float]) -> None:
+    def _start_each_way(self, what: str, seen: dict[str, list[float]], forked: list[float]) -> None:
         self.stop_daemon()
         self.steady_bytes()
         seen["disk"].append(self._start_directly(self.port + 2, "disk"))
@@ -584,13 +583,10 @@ class Bench:
         with self._peer() as options:
             seen["preload"].append(self._start_directly(self.port + 2, "preload", **options))
         self.start_daemon()
-        seen["ipc_cache"].append(self._start_directly(self.port + 2))
-        began = time.time()
-        self.start_service()
-        self.until_serving()
-        complete(self.port)
-        seen["service"].append(time.time() - began)
-        forked.append(self._first_from_fork())
+        direct_s, service_s, forked_s = self._start_both(what)
+        seen["ipc_cache"].append(direct_s)
+        seen["service"].append(service_s)
+        forked.append(forked_s)
         self.stop_services()
 
     @contextlib.contextmanager
