@@ -556,6 +556,47 @@ def test_request_under_way_ends_before_its_service_sleeps_for_another(
         assert not answers[0]["asleep"]
 
 
+def test_restart_with_a_larger_share_waits_for_its_neighbour_and_serves_meanwhile(
+    make: Make, short_tmp: Path
+) -> None:
+    one = make(arguments={"gpu_memory_utilization": 0.5}, standby=0)
+    other = make(name="code", others=[one], arguments={"gpu_memory_utilization": 0.4}, standby=0)
+    one.start()
+    other.start()
+    one.entry["arguments"] = {"gpu_memory_utilization": 0.7}
+    other.write_manifest()
+    with socket.create_connection(("127.0.0.1", other.port), timeout=BOUND_S) as slow:
+        slow.sendall(f"GET /until?{short_tmp}/end HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        other.until(lambda s: any(e["requests"] > 0 for e in s["engines"]), "the request is there")
+        with ClientLoop(one) as clients:
+            restarting = threading.Thread(target=lambda: one.ask("restart"))
+            restarting.start()
+            other.until(lambda s: s["state"] == "draining", "it is to sleep")
+            assert one.status()["share"] == 0.5
+            seen = len(clients.answers)
+            until(lambda: len(clients.answers) > seen, "it serves meanwhile")
+            (short_tmp / "end").touch()
+            restarting.join(BOUND_S)
+            clients.until_answers(2)
+        assert b"200 OK" in slow.recv(65536)
+    assert clients.refused == clients.failed == []
+    assert [(s.status()["share"], s.status()["awake"]) for s in (one, other)] == [
+        (0.7, True),
+        (0.4, False),
+    ]
+
+
+def test_restart_that_fails_changes_no_share(make: Make) -> None:
+    one = make(arguments={"gpu_memory_utilization": 0.5}, standby=0).start()
+    one.write_manifest(arguments={"gpu_memory_utilization": 0.2, "x_fail": "no such quantization"})
+    with pytest.raises(EngineError):
+        one.ask("restart")
+    assert one.status()["share"] == 0.5
+    one.write_manifest(arguments={"gpu_memory_utilization": 0.2})
+    one.ask("restart")
+    assert one.status()["share"] == 0.2
+
+
 def test_takeover_asks_no_neighbour(make: Make) -> None:
     share = {"gpu_memory_utilization": 0.85}
     one = make(arguments=share)

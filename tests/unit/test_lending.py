@@ -296,7 +296,7 @@ def test_engine_killed_on_its_way_to_sleep_leaves_its_memory_to_nobody(
         world.kill(world.engines[0])
         await world.until(lambda: world.service.holder is None)
         assert not world.used()
-        assert world.made._has_share == gives_way, "who gives way has it yet"
+        assert (world.made._share is not None) == gives_way, "who gives way has it yet"
         world.wake()
         await world.until_lent()
         assert not world.found_no_room

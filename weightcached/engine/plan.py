@@ -20,13 +20,19 @@ from weightcached.wire.engine_job import Job
 
 log = logging.getLogger(__name__)
 
+# vLLM's own default (0.33).
+_UTILIZATION = 0.92
 # Facts of a start that the next one can use: the size of the KV cache, and what it was measured with.
 _REMEMBERED = ("kv_cache_bytes", "ranks", "vllm", "torch")
 
 
 @dataclass
 class StartPlan:
-    """One version of a service. kv_cache_bytes: measured by one of its engines; 0 before."""
+    """One version of a service.
+
+    usual_share: of engines whose arguments do not say. kv_cache_bytes: measured by one of its
+    engines; 0 before.
+    """
 
     service: str
     digest: str
@@ -34,8 +40,15 @@ class StartPlan:
     listen: Listen
     arguments: dict[str, Any]
     environment: dict[str, str]
+    usual_share: float
     kv_cache_bytes: int = 0
     remembered: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """The share of its devices' memory that an awake engine has: its utilization."""
+        given = self.arguments.get("gpu_memory_utilization")
+        return float(given) if isinstance(given, int | float) else self.usual_share
 
     def job(self, directory: Path, number: int, *, parked: bool) -> Job:
         """The job of engine `number`."""
@@ -127,5 +140,7 @@ def make_plan(spec: EngineSpec, model: ModelSpec, socket_dir: Path | None) -> St
         listen=spec.listen,
         arguments=arguments,
         environment=environment,
+        # Engines that sleep keep their memory in host memory.
+        usual_share=0.0 if is_host_device(model.devices[0]) else _UTILIZATION,
         remembered=_read_facts(spec.name, digest),
     )

@@ -158,8 +158,9 @@ class Supervisor:
         self._turns = DeviceTurns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
         )
-        # Whether this service's share of its devices is its own until it sleeps.
-        self._has_share = False
+        # The share of its devices' memory that it has until it sleeps; None: it has none. In host
+        # memory it may be 0.
+        self._share: float | None = None
         self._running: dict[int, Running] = {}
         self._swaps = Swaps(
             self.service, self._running, end=self._end_behind, restart=self._restart_for
@@ -359,7 +360,7 @@ class Supervisor:
         self.service.ready(number)
         if answer["serving"]:
             self.service.serves(number)
-            self._has_share = True
+            self._share = self._plan_of(number).share
         self._keep(self._probe(number))
 
     # ---- steps
@@ -420,18 +421,20 @@ class Supervisor:
             async with contextlib.AsyncExitStack() as turn:
                 others = any(e.has_endpoint for e in self.service.engines.values())
                 parked = others or await self._turns.anybody_awake()
-                if not (parked and plan.kv_cache_bytes):
+                has_turn = not (parked and plan.kv_cache_bytes)
+                if has_turn:
                     # It measures the device's memory, so nobody else may change that.
                     await turn.enter_async_context(self._turns.held())
                     parked = others or await self._turns.anybody_awake()
-                self._has_share = self._has_share or not parked
-                await self._start_alone(engine, plan, over, parked=parked)
+                if self._share is None and not parked:
+                    self._share = plan.share
+                await self._start_alone(engine, plan, over, parked=parked, has_turn=has_turn)
         finally:
             over.set()
             self._spawned.pop(engine.number, None)
 
     async def _start_alone(
-        self, engine: Engine, plan: StartPlan, over: asyncio.Event, *, parked: bool
+        self, engine: Engine, plan: StartPlan, over: asyncio.Event, *, parked: bool, has_turn: bool
     ) -> None:
         try:
             record = await self._spawn(engine, plan, parked=parked)
@@ -444,7 +447,7 @@ class Supervisor:
             over.set()
         self._running[engine.number].keep_record()
         if engine.phase is not Phase.ENDING:
-            await self._until_ready(engine.number)
+            await self._until_ready(engine.number, has_turn=has_turn)
 
     async def _spawn(self, engine: Engine, plan: StartPlan, *, parked: bool) -> Record:
         directory = self._directory / str(engine.number)
@@ -508,7 +511,7 @@ class Supervisor:
             lambda reason: self._end_failed(number, reason),
         )
 
-    async def _until_ready(self, number: int) -> None:
+    async def _until_ready(self, number: int, *, has_turn: bool = False) -> None:
         engine = self._running.get(number)
         if engine is None:
             return
@@ -522,26 +525,48 @@ class Supervisor:
             return
         if not self.service.is_up(number):
             return
-        plan = self._plans[self.service.engines[number].version]
+        plan = self._plan_of(number)
         if not await self._swaps.catch_up(number, plan, drain_s=self.spec.drain_s):
             self._end_behind(number)
             return
         if not self.service.is_up(number):
             return
-        engine.record.facts = facts
-        engine.watch()
-        engine.keep_record()
-        self._plans[self.service.engines[number].version].learn(facts)
+        plan.learn(facts)
         log.info(
             "engine=%d parked service=%s after=%.1fs", number, self.spec.name,
             time.time() - engine.record.since,
         )  # fmt: skip
+        try:
+            await self._enlarge_share(plan.share, has_turn=has_turn)
+        except EngineError as e:
+            self._end_failed(number, f"it needs a share of {plan.share:g} of the device: {e}")
+            return
+        if not self.service.is_up(number):
+            return
+        engine.record.facts = facts
+        engine.watch()
+        # Another supervisor that found facts would not ask for the share.
+        engine.keep_record()
         self.service.ready(number)
         self._keep(self._probe(number))
         if not self.service.may_serve and facts.get("sleeps") and not facts.get("asleep"):
             # Sent to sleep while it started: it has its memory yet.
             self._begin(Action("drain", number))
         self._step()
+
+    async def _enlarge_share(self, share: float, *, has_turn: bool) -> None:
+        """Make room for an engine with a larger share than the one that serves. Raises EngineError.
+
+        That one serves on meanwhile. Between the two nobody would, and a neighbour with the turn
+        that asks us to sleep would wait for us.
+        """
+        if self._share is None or self._share >= share:
+            return
+        async with contextlib.nullcontext() if has_turn else self._turns.held():
+            if self._share is not None:
+                await self._turns.make_room(share, timeout_s=LONGEST_DRAIN_S)
+            if self._share is not None:
+                self._share = max(self._share, share)
 
     async def _promote(self, engine: Engine) -> None:
         number = engine.number
@@ -574,12 +599,14 @@ class Supervisor:
 
     async def _take_endpoint(self, number: int) -> dict[str, Any]:
         """Have the engine wake and accept. Raises EngineError."""
-        if self._has_share:
-            return await self._ask_to_serve(number)
-        async with self._turns.held():
-            await self._turns.make_room(timeout_s=LONGEST_DRAIN_S)
+        share = self._plan_of(number).share
+        if self._share is not None and self._share >= share:
             took = await self._ask_to_serve(number)
-            self._has_share = True
+        else:
+            async with self._turns.held():
+                await self._turns.make_room(share, timeout_s=LONGEST_DRAIN_S)
+                took = await self._ask_to_serve(number)
+        self._share = share
         return took
 
     async def _ask_to_serve(self, number: int) -> dict[str, Any]:
@@ -629,7 +656,11 @@ class Supervisor:
         """Before nobody has the endpoint: others may get the device if the service is to sleep."""
         if not self.service.may_serve:
             await self._lending.give_back()
-        self._has_share = self._has_share and self.service.awake
+        if not self.service.awake:
+            self._share = None
+
+    def _plan_of(self, number: int) -> StartPlan:
+        return self._plans[self.service.engines[number].version]
 
     def _end_failed(self, number: int, reason: str) -> None:
         if not self.service.is_up(number) or self._ended.is_set():
@@ -643,7 +674,7 @@ class Supervisor:
         self._forked.discard(number)
         self.service.failed(number, reason, time.monotonic())
         if not self.service.proven:
-            self._has_share = False
+            self._share = None
         self._keep(self._end(number))
         self._step()
 
@@ -776,8 +807,10 @@ class Supervisor:
             "takeovers": self.takeovers,
             "last_takeover_s": round(self.last_takeover_s, 3),
             "error": self.service.error,
-            "awake": self._has_share,
-            "share": self._turns.share,
+            "awake": self._share is not None,
+            "share": self._plans[self.service.version].share
+            if self._share is None
+            else self._share,
             "used": self._last_used(),
             "supervisor_pid": os.getpid(),
             # Engines that are to map new weights and cannot yet, with the reasons.
@@ -938,7 +971,7 @@ class Supervisor:
         self.service.awake = awake
         if self.service.gives_way and not awake:
             # It keeps its share while it gives way, and sleeps already.
-            self._has_share = self.service.holder is not None
+            self._share = self._share if self.service.holder is not None else None
         self._step()
         await self._wait(
             lambda: (

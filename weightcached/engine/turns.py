@@ -22,29 +22,14 @@ from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ALL, Manifest, ModelSpec
 from weightcached.engine.control import Link
 from weightcached.errors import EngineError
-from weightcached.system.paths import is_host_device
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.005
 # One that does not answer counts as asleep: a supervisor that is only slow must not.
 _STATUS_TIMEOUT_S = 30.0
-# vLLM's own default (0.33).
-_UTILIZATION = 0.92
 # Two at 0.5 fit; a rounding error is no reason to take turns.
 _ALL_OF_IT = 1.0 + 1e-6
-
-
-def share_of(spec: EngineSpec, model: ModelSpec) -> float:
-    """The share of its devices' memory that an awake engine has.
-
-    0 in host memory, unless the manifest says otherwise, because engines that sleep keep their
-    memory there.
-    """
-    given = spec.merged(model).get("gpu_memory_utilization")
-    if isinstance(given, int | float):
-        return float(given)
-    return 0.0 if is_host_device(model.devices[0]) else _UTILIZATION
 
 
 @dataclass(frozen=True)
@@ -63,7 +48,6 @@ class DeviceTurns:
     def __init__(
         self, spec: EngineSpec, model: ModelSpec, manifest: Manifest, sockets: Path
     ) -> None:
-        self.share = share_of(spec, model)
         # Who names no device shares each of them with everybody.
         everybody = fcntl.LOCK_EX if ALL in model.devices else fcntl.LOCK_SH
         self._locks = [(sockets / f"{ALL}.turn", everybody)] + [
@@ -97,14 +81,14 @@ class DeviceTurns:
                         await asyncio.sleep(_RETRY_S)
             yield
 
-    async def make_room(self, *, timeout_s: float) -> list[str]:
-        """Ask neighbours to sleep until this service's share is free; needs the turn.
+    async def make_room(self, share: float, *, timeout_s: float) -> list[str]:
+        """Ask neighbours to sleep until this service can have that share; needs the turn.
 
         Returns the services that were asked. Raises EngineError if one cannot sleep.
         """
         awake = await self._awake()
         asked: list[str] = []
-        while awake and self.share + sum(n.share for n in awake) > _ALL_OF_IT:
+        while awake and share + sum(n.share for n in awake) > _ALL_OF_IT:
             oldest = min(awake, key=lambda n: n.used_s)
             awake.remove(oldest)
             log.info("asking service=%s to sleep", oldest.name)
