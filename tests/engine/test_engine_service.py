@@ -32,11 +32,11 @@ PROMPT = [3, 14, 25, 36, 47, 58, 69, 80]
 class Chat:
     """The service `chat`, asked over HTTP and by weightcachectl."""
 
-    def __init__(self, service: Service, model: Path) -> None:
+    def __init__(self, service: Service, model: Path, device: str = "cpu0") -> None:
         self.service = service
         self.port = free_port()
-        self.model = {
-            "name": "tiny", "devices": ["cpu0"], "engine": {"model": str(model), "dtype": "bfloat16"},
+        self.model: dict[str, Any] = {
+            "name": "tiny", "devices": [device], "engine": {"model": str(model), "dtype": "bfloat16"},
         }  # fmt: skip
         self.arguments: dict[str, Any] = {
             "max_model_len": 256, "enforce_eager": True, "skip_tokenizer_init": True,
