@@ -20,6 +20,7 @@ import pytest
 
 from tests.engine.conftest import ANSWER_TIMEOUT_S, Service
 from tests.fakes.daemon import free_port, until
+from tests.fakes.service import Packages
 
 UNIT = "weightcached-engine@chat.service"
 KEY = "secret"
@@ -111,7 +112,12 @@ def completion(count: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def chat(service: Service, models: dict[str, Path]) -> Iterator[Chat]:
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
+    return Packages(tmp_path_factory.mktemp("installed"))
+
+
+@pytest.fixture(scope="module")
+def chat(service: Service, models: dict[str, Path], packages: Packages) -> Iterator[Chat]:
     chat = Chat(service, models["untied"])
     # There is no journal here.
     log = service.manager.runtime_dir / "chat.log"
@@ -119,7 +125,7 @@ def chat(service: Service, models: dict[str, Path]) -> Iterator[Chat]:
     drop_in.parent.mkdir(parents=True, exist_ok=True)
     # vLLM binds every engine to the same core, where one that serves starves one that starts.
     drop_in.write_text(
-        "[Service]\nEnvironment=VLLM_CPU_OMP_THREADS_BIND=nobind\n"
+        f"[Service]\nEnvironment=VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH={packages.path}\n"
         f"StandardOutput=append:{log}\nStandardError=append:{log}\n"
     )
     service.manager.systemctl("daemon-reload")
@@ -255,14 +261,20 @@ def test_hung_process_is_replaced(chat: Chat, part: str) -> None:
     assert len(loop.failed) <= 1, "only the request under way"
 
 
-def test_rolling_restart_with_other_arguments_loses_no_request(chat: Chat) -> None:
-    number = chat.status()["generation"]
+def test_rolling_restart_after_an_upgrade_with_other_arguments_loses_no_request(
+    chat: Chat, packages: Packages
+) -> None:
+    before = chat.until_standby()
+    packages.upgrade()
     chat.write(max_model_len=128)
     with Loop(chat) as loop:
         chat.service.ctl("engine", "restart", "chat")
         loop.until_next()
     assert loop.refused == loop.failed == []
-    assert chat.status()["generation"] > number
+    after = chat.status()
+    assert after["generation"] > before["generation"]
+    assert after["supervisor_since"] > before["supervisor_since"]
+    assert after["supervisor_pid"] == before["supervisor_pid"]
     assert json.loads(chat.request("/v1/models")[2])["data"][0]["max_model_len"] == 128
 
 

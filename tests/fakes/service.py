@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from tests.fakes.daemon import (
     BOUND_S,
+    PYTHONPATH,
     ROOT,
     ManagerSocket,
     end_processes,
@@ -209,6 +210,20 @@ def _locked(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+class Packages:
+    """The metadata of an installed package. path: a PYTHONPATH with it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "packages"
+        self._metadata = self.directory / "vllm-1.0.dist-info"
+        self._metadata.mkdir(parents=True)
+        # Before all others: what lies here would be imported.
+        self.path = os.pathsep.join([str(self.directory), PYTHONPATH])
+
+    def upgrade(self) -> None:
+        self._metadata.rename(self.directory / "vllm-2.0.dist-info")
 
 
 class ClientLoop:

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.fakes.daemon import BOUND_S, until
-from tests.fakes.service import ClientLoop, ServiceProcess
+from tests.fakes.service import ClientLoop, Packages, ServiceProcess
 from weightcached.cli.engine import as_json, as_table
 from weightcached.cli.weightcachectl import main as weightcachectl
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
@@ -215,6 +215,89 @@ def test_without_a_manager_the_socket_comes_back_from_an_engine(make: Make) -> N
     service.start(keep_store=False)
     assert "taken back" in service.log
     assert service.get()["engine"] == 1
+
+
+def test_service_that_sleeps_sleeps_on_under_the_next_supervisor(make: Make) -> None:
+    service = make().start()
+    service.until_standby()
+    service.ask("sleep")
+    service.kill_supervisor()
+    service.launch()
+    status = service.until(lambda s: len(s["engines"]) == 2, "it has the engines back")
+    assert (status["state"], status["awake"]) == ("asleep", False)
+    assert not service.get()["asleep"], "a connection wakes it"
+    service.kill_supervisor()
+    service.launch()
+    service.until(lambda s: s["state"] == "serving", "it serves")
+
+
+def test_engine_is_not_forked_from_imports_of_before_an_upgrade(make: Make) -> None:
+    service = make()
+    packages = Packages(service.directory)
+    service.env["PYTHONPATH"] = packages.path
+    service.start()
+    service.until_standby()
+    packages.upgrade()
+    take_over(service, takeovers=1)
+    assert service.log.count(" executed parked") == 1
+    take_over(service, takeovers=2)
+    assert service.log.count(" executed parked") == 1, "the next is forked again"
+    changed = "packages have changed: vllm-1.0.dist-info, vllm-2.0.dist-info"
+    assert service.log.count(f"imports anew: {changed}") == 1
+
+
+def take_over(service: ServiceProcess, *, takeovers: int) -> None:
+    kill(service.status()["pid"])
+    service.until(lambda s: s["takeovers"] == takeovers, "a takeover")
+    service.until_standby()
+
+
+def restart_by_hand(service: ServiceProcess) -> str:
+    """What `weightcachectl engine restart` prints."""
+    done = CliRunner().invoke(
+        weightcachectl, ["engine", "restart", service.name, "--socket-dir", str(service.runtime)]
+    )
+    return done.output
+
+
+def test_restart_after_an_upgrade_replaces_the_supervisor_and_loses_no_request(make: Make) -> None:
+    service = make(arguments={"seed": 1})
+    packages = Packages(service.directory)
+    service.env["PYTHONPATH"] = packages.path
+    service.start()
+    before = service.until_standby()
+    with ClientLoop(service, 8) as clients:
+        packages.upgrade()
+        service.write_manifest(arguments={"seed": 2})
+        assert restart_by_hand(service) == "chat: serving\n"
+        after = service.status()
+        clients.until_answers(after["generation"])
+    assert clients.refused == clients.failed == []
+    assert after["supervisor_pid"] == before["supervisor_pid"], "for the manager it is the same"
+    assert after["supervisor_since"] > before["supervisor_since"]
+    assert service.log.count("supervisor begins anew") == 1
+    assert service.get()["arguments"]["seed"] == 2
+    service.until_standby()
+    take_over(service, takeovers=1)
+    restart_by_hand(service)
+    assert service.log.count("supervisor begins anew") == 1
+    assert service.stop() == 0
+    assert service.processes() == []
+
+
+def test_supervisor_stays_if_what_was_installed_does_not_work(make: Make) -> None:
+    service = make()
+    packages = Packages(service.directory)
+    service.env["PYTHONPATH"] = packages.path
+    service.start()
+    before = service.until_standby()
+    packages.upgrade()
+    (packages.directory / "msgspec.py").write_text("raise ImportError('half installed')")
+    assert restart_by_hand(service).endswith(
+        "the software that is installed now cannot keep the service: ImportError: half installed\n"
+    )
+    assert service.status()["supervisor_since"] == before["supervisor_since"]
+    assert service.get()["engine"] == before["generation"]
 
 
 def test_stop_lets_requests_end_and_leaves_nothing(make: Make) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.daemon import BOUND_S, ROOT, until
-from tests.fakes.service import MODULE, ClientLoop, ServiceProcess
+from tests.fakes.service import MODULE, ClientLoop, Packages, ServiceProcess
 from tests.systemd.manager import WATCHDOG_S, PrivateManager
 from weightcached.system.units import source
 
@@ -32,18 +32,38 @@ class UnitService(ServiceProcess):
         self.unit_manager = manager
         self.runtime = manager.runtime_dir / "weightcached"
         self.home = self.runtime / "engines/chat"
-        command = (
-            f"{shlex.quote(sys.executable)} -m weightcached engine %i --manifest {self.manifest} "
-            f"--engine-module {MODULE}"
-        )
+        python = f"{shlex.quote(sys.executable)} -m"
+        commands = {
+            "Start=/usr/bin/weightcached engine %i": (
+                f"Start={python} weightcached engine %i --manifest {self.manifest} --engine-module {MODULE}"
+            ),
+            "Reload=/usr/bin/weightcachectl engine restart %i": (
+                f"Reload={python} weightcached.cli.weightcachectl engine restart %i"
+            ),
+        }
         text = source("weightcached-engine@.service").read_text()
-        assert text.count("ExecStart=/usr/bin/weightcached engine %i\n") == 1
-        text = text.replace("ExecStart=/usr/bin/weightcached engine %i\n", f"ExecStart={command}\n")
+        for theirs, ours in commands.items():
+            assert text.count(f"\nExec{theirs}\n") == 1
+            text = text.replace(f"\nExec{theirs}\n", f"\nExec{ours}\n")
         more = f"Environment=PYTHONPATH={ROOT} PYTHONDONTWRITEBYTECODE=1\nWorkingDirectory={ROOT}\n"
         log = f"StandardOutput=append:{self.log_path}\nStandardError=append:{self.log_path}\n"
         manager.write_unit(
             NAME.replace("chat", ""), text.replace("[Service]\n", f"[Service]\n{more}{log}")
         )
+
+    @contextlib.contextmanager
+    def drop_in(self, line: str) -> Iterator[None]:
+        """One more line of the unit's section [Service], for starts within the block."""
+        path = self.unit_manager.unit_dir / f"{NAME}.d/test.conf"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"[Service]\n{line}\n")
+        self.unit_manager.systemctl("daemon-reload")
+        try:
+            yield
+        finally:
+            path.unlink()
+            path.parent.rmdir()
+            self.unit_manager.systemctl("daemon-reload")
 
     @property
     def supervisor(self) -> int:
@@ -104,14 +124,34 @@ def test_supervisor_and_all_engines_killed_refuse_nobody(service: UnitService) -
     assert clients.refused == [], "the manager has kept the listening socket"
 
 
+def test_supervisor_of_newer_software_has_process_socket_and_engines(service: UnitService) -> None:
+    packages = Packages(service.directory)
+    with service.drop_in(f"Environment=PYTHONPATH={packages.path}"):
+        service.unit_manager.systemctl("start", NAME)
+        before = service.until_standby()
+        packages.upgrade()
+        with ClientLoop(service) as clients:
+            service.unit_manager.systemctl("reload", NAME)
+            after = service.until_standby()
+            assert after["supervisor_since"] > before["supervisor_since"]
+            assert service.supervisor == before["supervisor_pid"]
+            assert service.unit_manager.show(NAME, "NFileDescriptorStore") == "1"
+            clients.until_answers(after["generation"])
+        assert clients.refused == clients.failed == []
+        os.kill(service.supervisor, signal.SIGKILL)
+        service.until(
+            lambda s: s["supervisor_pid"] != before["supervisor_pid"] and s["state"] == "serving",
+            "another supervisor has taken the engines back",
+        )
+        service.unit_manager.systemctl("stop", NAME)
+        assert service.unit_manager.show(NAME, "Result") == "success"
+        assert service.processes() == []
+
+
 @pytest.mark.slow
 def test_supervisor_that_hangs_is_replaced(service: UnitService) -> None:
     service.unit_manager.systemctl("start", NAME)
-    drop_in = service.unit_manager.unit_dir / f"{NAME}.d/watchdog.conf"
-    drop_in.parent.mkdir(exist_ok=True)
-    drop_in.write_text(f"[Service]\nWatchdogSec={WATCHDOG_S}\n")
-    try:
-        service.unit_manager.systemctl("daemon-reload")
+    with service.drop_in(f"WatchdogSec={WATCHDOG_S}"):
         service.unit_manager.systemctl("restart", NAME)
         before = service.until_standby()
         os.kill(service.supervisor, signal.SIGSTOP)
@@ -119,10 +159,6 @@ def test_supervisor_that_hangs_is_replaced(service: UnitService) -> None:
             lambda s: s["supervisor_pid"] != before["supervisor_pid"], "another supervisor"
         )
         assert [e["pid"] for e in after["engines"]] == [e["pid"] for e in before["engines"]]
-    finally:
-        drop_in.unlink()
-        drop_in.parent.rmdir()
-        service.unit_manager.systemctl("daemon-reload")
 
 
 def test_start_that_fails_is_told_in_the_engines_words(

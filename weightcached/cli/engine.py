@@ -22,6 +22,8 @@ from weightcached.wire.services import (
 
 # A start may compile; the supervisor ends one that takes longer.
 LONGEST_S = 3600.0
+# The newer software is tried first, and imported from a cold disk.
+_RENEWAL_TIMEOUT_S = 90.0
 _HEAD = ("ENGINE", "STATE", "LISTEN", "SERVING", "STANDBY", "TAKEOVERS", "DETAIL")
 # The names that `status --json` prints of each service; other tools read them.
 _FIELDS = ("name", "state", "pid", "generation", "since", "takeovers", "last_takeover_s")
@@ -60,6 +62,26 @@ def ask(name: str, command: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict
             f"engine service {name} is not running: weightcachectl engine start {name}"
         )
     return ask_service(path, command, timeout_s=timeout_s)
+
+
+def renew(name: str) -> None:
+    """Have the supervisor go on as the software that is installed now, if that has changed.
+
+    Raises EngineError.
+    """
+    # Before it was so, a supervisor did not know the question either.
+    since = ask(name, "status").get("supervisor_since")
+    if since is None or not ask(name, "renew", timeout_s=_RENEWAL_TIMEOUT_S)["renews"]:
+        return
+    deadline_s = time.monotonic() + _RENEWAL_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(EngineError):
+            if ask(name, "status")["supervisor_since"] != since:
+                return
+        time.sleep(0.05)
+    raise EngineError(
+        f"the supervisor of {name} did not come back: journalctl --user -u {unit_of(name)}"
+    )
 
 
 def ask_all() -> Services:

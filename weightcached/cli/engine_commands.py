@@ -87,10 +87,14 @@ def engine_restart(name: str) -> None:
     """Replace the engines by those of the manifest as it is now.
 
     The new engine starts beside the old one, which serves until then; no connection is refused. If
-    the new one cannot be started, the old one serves on.
+    the new one cannot be started, the old one serves on. If packages have been installed since, the
+    supervisor is replaced first.
 
     Exit status: 0 the new engine serves, 1 it could not be started.
     """
+    from weightcached.cli import engine as engines
+
+    engines.renew(name)
     _tell_engine(name, "restart")
 
 

@@ -4,7 +4,9 @@
 
 Its first packet says whether it can fork. A fork copies neither threads nor a CUDA context, so
 there must be none that an engine would wait for. It checks that: before each fork it looks for
-threads and CUDA, and once it tries a fork. It ends with the supervisor's end of the socket.
+threads and CUDA, and once it tries a fork. It ends with the supervisor's end of the socket, and
+when packages are installed: what an engine imports later would be of another version than what it
+has.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Mapping
 from typing import NoReturn, cast
 
 import msgspec
@@ -27,6 +30,7 @@ import msgspec
 from weightcached.engine.child import Module, run
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import OwnedFd, close_all
+from weightcached.system.packages import describe_change, installed_packages
 from weightcached.wire.engine_job import Job
 from weightcached.wire.framing import recv_packet, send_packet
 
@@ -35,10 +39,13 @@ _TRIAL_TIMEOUT_S = 20
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """`refusal` says why no engine can be forked, or is empty; `pid` is the new engine's."""
+    """`refusal` says why no engine can be forked, or is empty; `pid` is the new engine's. outdated:
+    another nursery can.
+    """
 
     refusal: str = ""
     pid: int = 0
+    outdated: bool = False
 
 
 def find_fork_obstacle() -> str:
@@ -82,8 +89,11 @@ def _reap(*_: object) -> None:
             pass
 
 
-def serve(sock: socket.socket, module: Module) -> None:
-    """Fork an engine for every job that comes, until the supervisor is gone."""
+def serve(sock: socket.socket, module: Module, packages: Mapping[str, int]) -> None:
+    """Fork an engine for every job that comes, until the supervisor is gone.
+
+    packages: those before the imports.
+    """
     refusal = module.prepare() or find_fork_obstacle() or _trial(module)
     send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
     if refusal:
@@ -97,10 +107,11 @@ def serve(sock: socket.socket, module: Module) -> None:
             data, fds = recv_packet(sock, max_fds=2)
         except (EOFError, OSError, ProtocolError):
             return
-        refusal = find_fork_obstacle()
+        changed = describe_change(packages, installed_packages())
+        refusal = f"packages have changed: {changed}" if changed else find_fork_obstacle()
         if refusal:
             close_all(fds)
-            send_packet(sock, msgspec.json.encode(Answer(refusal=refusal)))
+            send_packet(sock, msgspec.json.encode(Answer(refusal=refusal, outdated=bool(changed))))
             return
         job = msgspec.json.decode(data, type=Job)
         _fork(sock, module, job, fds)
@@ -139,8 +150,9 @@ def main() -> None:
         "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
     )
     os.set_inheritable(SOCKET_FD, False)
+    packages = installed_packages()
     with socket.socket(fileno=SOCKET_FD) as sock:
-        serve(sock, cast(Module, importlib.import_module(sys.argv[1])))
+        serve(sock, cast(Module, importlib.import_module(sys.argv[1])), packages)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ class Nursery:
         self._turn = asyncio.Lock()
         # "" once it can fork; None before it has said so.
         self._refusal: str | None = None
+        # Why another nursery is wanted, or "".
+        self.outdated = ""
 
     async def refusal(self) -> str:
         """Why it cannot fork, once its imports are done, or ""."""
@@ -107,6 +109,7 @@ class Nursery:
                 self._refusal = f"the nursery is gone ({e or 'no answer'})"
                 return None
             self._refusal = answer.refusal
+            self.outdated = answer.refusal if answer.outdated else ""
             return answer.pid or None
 
     async def _answer(self, timeout_s: float) -> Answer:

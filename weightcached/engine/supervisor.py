@@ -28,7 +28,7 @@ from typing import Any
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ModelSpec, OnSwap, load_manifest
 from weightcached.config.ranks import layout_of
-from weightcached.engine import control, endpoint, manager, running, tree
+from weightcached.engine import control, endpoint, manager, renewal, running, tree
 from weightcached.engine.giving_way import GivingWay
 from weightcached.engine.lending import Lending
 from weightcached.engine.plan import StartPlan, make_plan, with_checkpoint_of
@@ -47,6 +47,7 @@ from weightcached.errors import (
     WeightcachedError,
 )
 from weightcached.system.notify import inherited, watchdog_period_s
+from weightcached.system.packages import describe_change, installed_packages
 from weightcached.system.paths import (
     SOCKET_PATH_MAX_BYTES,
     create_runtime_dir,
@@ -135,9 +136,12 @@ def _hold_lock(path: Path, name: str) -> Iterator[None]:
 async def _run(options: Options, spec: EngineSpec, model: ModelSpec, directory: Path) -> int:
     supervisor = Supervisor(options, spec, model, directory)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in renewal.STOP_SIGNALS:
         loop.add_signal_handler(number, supervisor.stop)
     loop.add_signal_handler(signal.SIGCHLD, supervisor.reap)
+    # What came while one supervisor became another.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, renewal.STOP_SIGNALS)
+    supervisor.reap()
     return await supervisor.run()
 
 
@@ -154,6 +158,8 @@ class Supervisor:
         self._directory = directory.resolve()
         self._fence = self._directory / "fence"
         self._error_file = self._directory / ERROR_FILE
+        # There while the service sleeps: the next supervisor must not wake it.
+        self._asleep_file = self._directory / "asleep"
         self._plans: dict[int, StartPlan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = DeviceTurns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]
@@ -190,6 +196,7 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._listening_for_wake = False
         self._since = time.time()
+        self._packages = installed_packages()
         self._begun = False
         self._was_ready = False
         self._died_s: float | None = None
@@ -202,6 +209,7 @@ class Supervisor:
         """Returns the exit status. Raises ListenError if the public address is taken."""
         stored = dict(inherited(os.environ))
         await self._take_back()
+        self._set_awake(not (self._running and self._asleep_file.exists()))
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
         server = control.ControlServer(listen(self._directory / "service.sock"), self._handle)
         self._keep(self._feed_watchdog())
@@ -218,6 +226,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 (self._directory / "service.sock").unlink()
             self._public.close()
+            self._set_awake(True)
             if self.spec.listen.path:
                 with contextlib.suppress(OSError):
                     os.unlink(self.spec.listen.path)
@@ -474,6 +483,7 @@ class Supervisor:
         return record_of(job.number, plan.digest, pid, job.arguments)
 
     async def _fork(self, job: Job, plan: StartPlan, control_fd: int) -> int | None:
+        """The pid of the engine; None if none can be forked. Raises EngineError."""
         if self._nursery is None:
             self._nursery = Nursery(plan.python, self._options.module, plan.environment)
         nursery = self._nursery
@@ -483,6 +493,10 @@ class Supervisor:
             pid = await nursery.fork(job, self._public.fileno(), control_fd)
             if pid is None:
                 self._check_in_use(nursery)
+                if nursery.outdated:
+                    # This one imports by itself; the next is forked by another nursery.
+                    log.info("service=%s imports anew: %s", self.spec.name, nursery.outdated)
+                    self._drop_nursery()
             return pid
         if not self._nursery_told:
             self._nursery_told = True
@@ -497,7 +511,7 @@ class Supervisor:
             raise EngineError("engines of another version are wanted by now")
 
     def _drop_nursery(self) -> None:
-        """A new version may come with another vLLM: import again."""
+        """Another vLLM may have been installed: import again."""
         if self._nursery is not None:
             self._nursery.close()
         self._nursery, self._nursery_told, self._distrusts_fork = None, False, False
@@ -725,7 +739,7 @@ class Supervisor:
             return
         if engine.activity.active == 0 and time.monotonic() - engine.active_s >= idle_s:
             log.info("engine=%d idle for %.0f s, goes to sleep", number, idle_s)
-            self.service.awake = False
+            self._set_awake(False)
             self._step()
 
     def _watch_for_wake(self) -> None:
@@ -742,8 +756,16 @@ class Supervisor:
 
     def _wake_for_client(self) -> None:
         log.info("service=%s somebody connects, waking", self.spec.name)
-        self.service.awake = True
+        self._set_awake(True)
         self._step()
+
+    def _set_awake(self, awake: bool) -> None:
+        self.service.awake = awake
+        with contextlib.suppress(OSError):
+            if awake:
+                self._asleep_file.unlink(missing_ok=True)
+            else:
+                self._asleep_file.touch()
 
     def _set_timer(self, now_s: float) -> None:
         """now_s: what was decided by. A start that fell due a moment later would else be forgotten."""
@@ -813,6 +835,7 @@ class Supervisor:
             else self._share,
             "used": self._last_used(),
             "supervisor_pid": os.getpid(),
+            "supervisor_since": self._since,
             # Engines that are to map new weights and cannot yet, with the reasons.
             "waits": {f"{self.spec.name}/{n}": why for n, why in self._swaps.waits.items()},
             "engines": [self._engine_status(e) for e in self.service.engines.values()],
@@ -851,12 +874,14 @@ class Supervisor:
             return await self._give_way(peer, **arguments), None
         if command == "resume":
             return await self._giving_way.end(peer), None
+        if command == "renew":
+            return {"renews": await self._renew()}, None
         if command == "restart":
             await self._restart()
         elif command == "sleep":
-            await self._set_awake(awake=False)
+            await self._sleep_or_wake(awake=False)
         elif command == "wake":
-            await self._set_awake(awake=True)
+            await self._sleep_or_wake(awake=True)
         elif command == "stop":
             self.stop()
         elif command != "status":
@@ -957,6 +982,31 @@ class Supervisor:
                 f"the new engine cannot be started, the old one serves on: {self.service.error}"
             )
 
+    async def _renew(self) -> bool:
+        """Whether other software has been installed: then the supervisor goes on as that, after it
+        has said so. Raises EngineError if it cannot.
+        """
+        changed = describe_change(self._packages, installed_packages())
+        if not changed:
+            return False
+        if self.service.gives_way or self._swaps.under_way:
+            raise EngineError(
+                f"{self.spec.name} is getting new weights: wait for them, then run "
+                f"weightcachectl engine restart {self.spec.name}"
+            )
+        await renewal.check_newer(manifest_path(self._options.manifest), self.spec.name)
+        # An engine without a record would be ended.
+        for over in list(self._spawned.values()):
+            await over.wait()
+        if self.service.stopping:
+            raise EngineError("the service is stopping")
+        log.info(
+            "service=%s supervisor begins anew, packages have changed: %s", self.spec.name, changed
+        )
+        # The answer is sent before.
+        asyncio.get_running_loop().call_soon(renewal.become_newer, self._public.fileno())
+        return True
+
     def _has_settled(self, version: int) -> bool:
         serving = self.service.serving
         return (serving is not None and serving.version == version) or (
@@ -967,8 +1017,8 @@ class Supervisor:
             )
         )
 
-    async def _set_awake(self, *, awake: bool) -> None:
-        self.service.awake = awake
+    async def _sleep_or_wake(self, *, awake: bool) -> None:
+        self._set_awake(awake)
         if self.service.gives_way and not awake:
             # It keeps its share while it gives way, and sleeps already.
             self._share = self._share if self.service.holder is not None else None

@@ -63,6 +63,11 @@ class Swaps:
         # Why engines are asked again and again at present, by number.
         self.waits: dict[int, str] = {}
 
+    @property
+    def under_way(self) -> bool:
+        """Whether engines are being swapped."""
+        return self._turn.locked()
+
     async def swap(
         self,
         name: str,
