@@ -213,17 +213,20 @@ def _locked(fd: int) -> bool:
 
 
 class Packages:
-    """The metadata of an installed package. path: a PYTHONPATH with it."""
+    """The metadata of an installed package. path: a PYTHONPATH with it.
+
+    Of none that others ask for: vLLM without a version takes itself for a build for no platform.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "packages"
-        self._metadata = self.directory / "vllm-1.0.dist-info"
+        self._metadata = self.directory / "package-1.0.dist-info"
         self._metadata.mkdir(parents=True)
         # Before all others: what lies here would be imported.
         self.path = os.pathsep.join([str(self.directory), PYTHONPATH])
 
     def upgrade(self) -> None:
-        self._metadata.rename(self.directory / "vllm-2.0.dist-info")
+        self._metadata.rename(self.directory / "package-2.0.dist-info")
 
 
 class ClientLoop:

@@ -242,7 +242,7 @@ def test_engine_is_not_forked_from_imports_of_before_an_upgrade(make: Make) -> N
     assert service.log.count(" executed parked") == 1
     take_over(service, takeovers=2)
     assert service.log.count(" executed parked") == 1, "the next is forked again"
-    changed = "packages have changed: vllm-1.0.dist-info, vllm-2.0.dist-info"
+    changed = "packages have changed: package-1.0.dist-info, package-2.0.dist-info"
     assert service.log.count(f"imports anew: {changed}") == 1
 
 
