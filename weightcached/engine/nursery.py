@@ -22,7 +22,6 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping
 from typing import NoReturn, cast
 
 import msgspec
@@ -30,7 +29,7 @@ import msgspec
 from weightcached.engine.child import Module, run
 from weightcached.errors import ProtocolError
 from weightcached.system.fds import OwnedFd, close_all
-from weightcached.system.packages import describe_change, installed_packages
+from weightcached.system.packages import InstalledPackages
 from weightcached.wire.engine_job import Job
 from weightcached.wire.framing import recv_packet, send_packet
 
@@ -89,7 +88,7 @@ def _reap(*_: object) -> None:
             pass
 
 
-def serve(sock: socket.socket, module: Module, packages: Mapping[str, int]) -> None:
+def serve(sock: socket.socket, module: Module, packages: InstalledPackages) -> None:
     """Fork an engine for every job that comes, until the supervisor is gone.
 
     packages: those before the imports.
@@ -107,7 +106,7 @@ def serve(sock: socket.socket, module: Module, packages: Mapping[str, int]) -> N
             data, fds = recv_packet(sock, max_fds=2)
         except (EOFError, OSError, ProtocolError):
             return
-        changed = describe_change(packages, installed_packages())
+        changed = packages.changed()
         refusal = f"packages have changed: {changed}" if changed else find_fork_obstacle()
         if refusal:
             close_all(fds)
@@ -150,7 +149,7 @@ def main() -> None:
         "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
     )
     os.set_inheritable(SOCKET_FD, False)
-    packages = installed_packages()
+    packages = InstalledPackages()
     with socket.socket(fileno=SOCKET_FD) as sock:
         serve(sock, cast(Module, importlib.import_module(sys.argv[1])), packages)
 

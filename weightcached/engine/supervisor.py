@@ -47,7 +47,7 @@ from weightcached.errors import (
     WeightcachedError,
 )
 from weightcached.system.notify import inherited, watchdog_period_s
-from weightcached.system.packages import describe_change, installed_packages
+from weightcached.system.packages import InstalledPackages
 from weightcached.system.paths import (
     SOCKET_PATH_MAX_BYTES,
     create_runtime_dir,
@@ -196,7 +196,7 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._listening_for_wake = False
         self._since = time.time()
-        self._packages = installed_packages()
+        self._packages = InstalledPackages()
         self._begun = False
         self._was_ready = False
         self._died_s: float | None = None
@@ -986,7 +986,7 @@ class Supervisor:
         """Whether other software has been installed: then the supervisor goes on as that, after it
         has said so. Raises EngineError if it cannot.
         """
-        changed = describe_change(self._packages, installed_packages())
+        changed = self._packages.changed()
         if not changed:
             return False
         if self.service.gives_way or self._swaps.under_way:
