@@ -26,6 +26,7 @@ from weightcached.cli.weightcachectl import main as weightcachectl
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
 from weightcached.exporter.health import Node
 from weightcached.exporter.metrics import text_of
+from weightcached.wire.services import ask_service
 
 Make = Callable[..., ServiceProcess]
 # Longer than an engine that does not hang is silent on a busy machine.
@@ -678,6 +679,68 @@ def test_restart_that_fails_changes_no_share(make: Make) -> None:
     one.write_manifest(arguments={"gpu_memory_utilization": 0.2})
     one.ask("restart")
     assert one.status()["share"] == 0.2
+
+
+@contextlib.contextmanager
+def request_under_way(service: ServiceProcess, end: Path) -> Iterator[None]:
+    """It ends once that file is there; then the service's engine has answered."""
+    with socket.create_connection(("127.0.0.1", service.port), timeout=BOUND_S) as slow:
+        slow.sendall(f"GET /until?{end} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        service.until(lambda s: any(e["requests"] > 0 for e in s["engines"]), "it is there")
+        yield
+        end.touch()
+        assert b"200 OK" in slow.recv(65536)
+
+
+@contextlib.contextmanager
+def restart_that_makes_room(
+    make: Make, end: Path, **arguments: Any
+) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+    """A service whose new engine is up, and waits for a neighbour to sleep."""
+    one = make(arguments={"gpu_memory_utilization": 0.5, **arguments}, standby=0)
+    other = make(name="code", others=[one], arguments={"gpu_memory_utilization": 0.4}, standby=0)
+    one.start()
+    other.start()
+    one.entry["arguments"] = {"gpu_memory_utilization": 0.7, **arguments}
+    other.write_manifest()
+
+    def restart() -> None:
+        with contextlib.suppress(EngineError):
+            one.ask("restart")
+
+    restarting = threading.Thread(target=restart)
+    with request_under_way(other, end):
+        restarting.start()
+        other.until(lambda s: s["state"] == "draining", "it is to sleep")
+        yield one, other
+    restarting.join(BOUND_S)
+    other.until(lambda s: s["state"] == "asleep", "it sleeps")
+
+
+def test_engine_that_dies_while_room_is_made_for_it_changes_no_share(
+    make: Make, short_tmp: Path
+) -> None:
+    with restart_that_makes_room(make, short_tmp / "end") as (one, _):
+        kill(one.record(2)["pid"])
+        one.until(lambda s: len(s["engines"]) == 1, "it is gone")
+    # The next question of its supervisor would be too early to see what became of the room.
+    with contextlib.suppress(AssertionError):
+        until(lambda: one.status()["share"] != 0.5, "another share", bound_s=0.5)
+    assert (one.status()["generation"], one.status()["share"]) == (1, 0.5)
+
+
+def test_weights_that_come_while_room_is_made_are_in_the_new_engine(
+    make: Make, short_tmp: Path
+) -> None:
+    swaps = short_tmp / "swaps"
+    swaps.write_text(json.dumps({"newest": "newest"}))
+    with restart_that_makes_room(make, short_tmp / "end", x_swaps=str(swaps)) as (one, _):
+        ask_service(
+            one.home / "service.sock", "swap", timeout_s=BOUND_S,
+            arguments={"model": "tiny", "on_swap": "drain"},
+        )  # fmt: skip
+    answer = one.get()
+    assert (answer["engine"], answer["weights"]) == (2, "newest")
 
 
 def test_takeover_asks_no_neighbour(make: Make) -> None:

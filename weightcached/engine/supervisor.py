@@ -540,6 +540,14 @@ class Supervisor:
         if not self.service.is_up(number):
             return
         plan = self._plan_of(number)
+        try:
+            await self._enlarge_share(number, plan.share, has_turn=has_turn)
+        except EngineError as e:
+            self._end_failed(number, f"it needs a share of {plan.share:g} of the device: {e}")
+            return
+        if not self.service.is_up(number):
+            return
+        # Right before it is parked: a swap asks no engine that starts.
         if not await self._swaps.catch_up(number, plan, drain_s=self.spec.drain_s):
             self._end_behind(number)
             return
@@ -550,13 +558,6 @@ class Supervisor:
             "engine=%d parked service=%s after=%.1fs", number, self.spec.name,
             time.time() - engine.record.since,
         )  # fmt: skip
-        try:
-            await self._enlarge_share(plan.share, has_turn=has_turn)
-        except EngineError as e:
-            self._end_failed(number, f"it needs a share of {plan.share:g} of the device: {e}")
-            return
-        if not self.service.is_up(number):
-            return
         engine.record.facts = facts
         engine.watch()
         # Another supervisor that found facts would not ask for the share.
@@ -568,7 +569,7 @@ class Supervisor:
             self._begin(Action("drain", number))
         self._step()
 
-    async def _enlarge_share(self, share: float, *, has_turn: bool) -> None:
+    async def _enlarge_share(self, number: int, share: float, *, has_turn: bool) -> None:
         """Make room for an engine with a larger share than the one that serves. Raises EngineError.
 
         That one serves on meanwhile. Between the two nobody would, and a neighbour with the turn
@@ -577,9 +578,9 @@ class Supervisor:
         if self._share is None or self._share >= share:
             return
         async with contextlib.nullcontext() if has_turn else self._turns.held():
-            if self._share is not None:
+            if self._share is not None and self.service.is_up(number):
                 await self._turns.make_room(share, timeout_s=LONGEST_DRAIN_S)
-            if self._share is not None:
+            if self._share is not None and self.service.is_up(number):
                 self._share = max(self._share, share)
 
     async def _promote(self, engine: Engine) -> None:
@@ -687,8 +688,12 @@ class Supervisor:
             self._distrusts_fork = number in self._forked
         self._forked.discard(number)
         self.service.failed(number, reason, time.monotonic())
+        serving = self.service.serving
         if not self.service.proven:
             self._share = None
+        elif self._share is not None and serving and serving.version == self.service.version:
+            # Room that was made for a version that is given up by now.
+            self._share = self._plan_of(serving.number).share
         self._keep(self._end(number))
         self._step()
 
