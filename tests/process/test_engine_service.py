@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -741,6 +742,67 @@ def test_weights_that_come_while_room_is_made_are_in_the_new_engine(
         )  # fmt: skip
     answer = one.get()
     assert (answer["engine"], answer["weights"]) == (2, "newest")
+
+
+@contextlib.contextmanager
+def turn_in_other_hands(service: ServiceProcess) -> Iterator[None]:
+    with open(service.runtime / "cpu0.turn", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_service_that_waits_for_the_turn_can_be_sent_to_sleep(make: Make) -> None:
+    """By who has the turn: it saw us awake, and we slept and woke before it asked."""
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    with contextlib.ExitStack() as stack:
+        with turn_in_other_hands(one):
+            stack.enter_context(socket.create_connection(("127.0.0.1", one.port), BOUND_S))
+            one.until(lambda s: s["engines"][0]["state"] == "promoting", "it waits for the turn")
+            one.ask("sleep")
+        assert not one.get()["asleep"], "somebody is connected, who wakes it"
+
+
+@pytest.mark.parametrize("how", ["promoting", "starting"])
+def test_service_that_waits_for_the_turn_can_be_stopped(make: Make, how: str) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    with contextlib.ExitStack() as stack:
+        if how == "starting":
+            one.stop()
+        stack.enter_context(turn_in_other_hands(one))
+        if how == "starting":
+            one.launch()
+        else:
+            stack.enter_context(socket.create_connection(("127.0.0.1", one.port), BOUND_S))
+        one.until(lambda s: [e["state"] for e in s["engines"]] == [how], "it waits for the turn")
+        assert one.stop() == 0
+
+
+def test_service_sent_to_sleep_while_its_only_engine_starts_has_no_share(
+    make: Make, short_tmp: Path
+) -> None:
+    delay = short_tmp / "delay"
+    arguments = {"gpu_memory_utilization": 0.5, "x_delay_file": str(delay)}
+    one = make(arguments=arguments, standby=0)
+    other = make(name="code", others=[one], arguments={"gpu_memory_utilization": 0.4}, standby=0)
+    other.start()
+    one.others = [other]
+    one.start()
+    delay.write_text("2")
+    kill(one.status()["pid"])
+    one.until(lambda s: [e["number"] for e in s["engines"]] == [2], "its successor starts")
+    one.ask("sleep")
+    assert not one.status()["awake"], "else it would wake without asking its neighbours"
+    delay.unlink()
+    one.until(lambda s: s["engines"][0]["state"] == "parked", "it is up")
+    assert not one.status()["awake"]
 
 
 def test_takeover_asks_no_neighbour(make: Make) -> None:

@@ -38,7 +38,7 @@ from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
 from weightcached.engine.swaps import Swaps
 from weightcached.engine.tree import Tree, TreeError, all_processes
-from weightcached.engine.turns import DeviceTurns
+from weightcached.engine.turns import DeviceTurns, NotWantedError
 from weightcached.errors import (
     EXIT_FAILURE,
     EngineError,
@@ -189,6 +189,8 @@ class Supervisor:
         # The last engine that failed to start was a forked one: is it the fork?
         self._distrusts_fork = False
         self._spawned: dict[int, asyncio.Event] = {}
+        # Engines that start with the memory of an awake one.
+        self._with_memory: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._status = 0
@@ -433,14 +435,20 @@ class Supervisor:
                 has_turn = not (parked and plan.kv_cache_bytes)
                 if has_turn:
                     # It measures the device's memory, so nobody else may change that.
-                    await turn.enter_async_context(self._turns.held())
+                    # Who ends it waits for it, and the turn may be a neighbour's for an hour.
+                    held = self._turns.held(unless=lambda: engine.phase is Phase.ENDING)
+                    await turn.enter_async_context(held)
                     parked = others or await self._turns.anybody_awake()
-                if self._share is None and not parked:
-                    self._share = plan.share
+                if not parked:
+                    self._with_memory.add(engine.number)
+                    self._share = plan.share if self._share is None else self._share
                 await self._start_alone(engine, plan, over, parked=parked, has_turn=has_turn)
+        except NotWantedError:
+            log.info("engine=%d is not started, it is not wanted any more", engine.number)
         finally:
             over.set()
             self._spawned.pop(engine.number, None)
+            self._with_memory.discard(engine.number)
 
     async def _start_alone(
         self, engine: Engine, plan: StartPlan, over: asyncio.Event, *, parked: bool, has_turn: bool
@@ -589,7 +597,11 @@ class Supervisor:
         self._keep(self._lending.give_back(but=number))
         self._lending.gone(number)
         try:
-            took = await self._take_endpoint(number)
+            took = await self._take_endpoint(engine)
+        except NotWantedError:
+            if engine.phase is Phase.PROMOTING:
+                self._begin(Action("drain", number))
+            return
         except EngineError as e:
             self._end_failed(number, f"it cannot take over: {e}")
             return
@@ -612,17 +624,23 @@ class Supervisor:
         self._running[number].keep_record()
         self._step()
 
-    async def _take_endpoint(self, number: int) -> dict[str, Any]:
+    async def _take_endpoint(self, engine: Engine) -> dict[str, Any]:
         """Have the engine wake and accept. Raises EngineError."""
+        number = engine.number
         share = self._plan_of(number).share
         if self._share is not None and self._share >= share:
             took = await self._ask_to_serve(number)
         else:
-            async with self._turns.held():
+            # Who has the turn may wait for us to sleep, and who stops us waits too.
+            async with self._turns.held(unless=lambda: not self._is_wanted(engine)):
                 await self._turns.make_room(share, timeout_s=LONGEST_DRAIN_S)
                 took = await self._ask_to_serve(number)
         self._share = share
         return took
+
+    def _is_wanted(self, engine: Engine) -> bool:
+        wanted = self.service.may_serve and not self.service.stopping
+        return wanted and engine.phase is Phase.PROMOTING
 
     async def _ask_to_serve(self, number: int) -> dict[str, Any]:
         """An engine without memory to wake stays asleep, and may be asked again.
@@ -1024,9 +1042,10 @@ class Supervisor:
 
     async def _sleep_or_wake(self, *, awake: bool) -> None:
         self._set_awake(awake)
-        if self.service.gives_way and not awake:
-            # It keeps its share while it gives way, and sleeps already.
-            self._share = self._share if self.service.holder is not None else None
+        if not awake and self.service.holder is None and not self._with_memory:
+            # It kept its share while it gave way, or for the successor of an engine that died. Nobody is
+            # left to drain, and who asks has room for its own engine now.
+            self._share = None
         self._step()
         await self._wait(
             lambda: (

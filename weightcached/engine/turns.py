@@ -13,7 +13,7 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ _RETRY_S = 0.005
 _STATUS_TIMEOUT_S = 30.0
 # Two at 0.5 fit; a rounding error is no reason to take turns.
 _ALL_OF_IT = 1.0 + 1e-6
+
+
+class NotWantedError(EngineError):
+    """Who waited for the turn does not want it any more."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,11 @@ class DeviceTurns:
         return not self._peers
 
     @contextlib.asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """The turn, during the block: no other service measures, wakes or sleeps on these devices."""
+    async def held(self, *, unless: Callable[[], bool] = lambda: False) -> AsyncIterator[None]:
+        """The turn, during the block: no other service measures, wakes or sleeps on these devices.
+
+        unless: whether it is not wanted any more. Raises NotWantedError then.
+        """
         with contextlib.ExitStack() as stack:
             for path, how in [] if self.alone else self._locks:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -78,6 +85,8 @@ class DeviceTurns:
                         fcntl.flock(fd, how | fcntl.LOCK_NB)
                         break
                     except BlockingIOError:
+                        if unless():
+                            raise NotWantedError("the turn is not wanted any more") from None
                         await asyncio.sleep(_RETRY_S)
             yield
 
