@@ -805,6 +805,22 @@ def test_service_sent_to_sleep_while_its_only_engine_starts_has_no_share(
     assert not one.status()["awake"]
 
 
+def test_neighbour_whose_supervisor_is_being_replaced_counts_as_awake(make: Make) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one = make(arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    one.get()
+    one.until(lambda s: (s["state"], s["awake"]) == ("serving", True), "it serves")
+    one.kill_supervisor()
+    with socket.create_connection(("127.0.0.1", other.port), timeout=BOUND_S):
+        other.until(lambda s: s["engines"][0]["state"] == "promoting", "it is to wake")
+        one.launch()
+        other.until(lambda s: s["state"] == "serving", "it serves")
+    assert (one.status()["state"], one.status()["awake"]) == ("asleep", False)
+
+
 def test_takeover_asks_no_neighbour(make: Make) -> None:
     share = {"gpu_memory_utilization": 0.85}
     one = make(arguments=share)
