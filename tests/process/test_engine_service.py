@@ -233,6 +233,20 @@ def test_service_that_sleeps_sleeps_on_under_the_next_supervisor(make: Make) -> 
     service.until(lambda s: s["state"] == "serving", "it serves")
 
 
+def test_service_that_sleeps_goes_back_to_arguments_that_work(make: Make) -> None:
+    """Also under the next supervisor, which has seen no engine of it serve."""
+    service = make(arguments={"seed": 1}).start()
+    service.until_standby()
+    service.ask("sleep")
+    service.kill_supervisor()
+    # The manager waits for READY=1.
+    service.start()
+    service.write_manifest(arguments={"x_fail": "no such quantization"})
+    with pytest.raises(EngineError, match="the old one serves on: no such quantization"):
+        service.ask("restart")
+    assert service.get()["arguments"]["seed"] == 1
+
+
 def test_engine_is_not_forked_from_imports_of_before_an_upgrade(make: Make) -> None:
     service = make()
     packages = Packages(service.directory)

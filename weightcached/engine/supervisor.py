@@ -5,6 +5,7 @@ states.py decides, this module acts: every event ends in _step(), which begins t
     $XDG_RUNTIME_DIR/weightcached/engines/<name>/   0700
         lock            flock()ed by the supervisor for its whole life
         fence           flock()ed by the engine that serves, and all that it has forked
+        asleep          there while the service sleeps, for the next supervisor
         error           why a supervisor gave up before an engine served, for weightcachectl
         service.sock    weightcachectl's questions
         <number>/       one engine (running.py)
@@ -369,6 +370,8 @@ class Supervisor:
             return
         log.info("engine=%d taken back serving=%s", number, answer["serving"])
         self.service.ready(number)
+        # Of a service that sleeps none serves, and yet it has a version to go back to.
+        self.service.proven = self.service.proven or self.service.engines[number].version
         if answer["serving"]:
             self.service.serves(number)
             self._share = self._plan_of(number).share
@@ -803,7 +806,11 @@ class Supervisor:
     # ---- saying how things are
 
     def _tell(self) -> None:
-        if not self._was_ready and self.service.serving is not None:
+        sleeps = not self.service.awake and any(
+            e.phase is Phase.PARKED for e in self.service.engines.values()
+        )
+        # A manager that waited for a service that sleeps would wait for its next client.
+        if not self._was_ready and (sleeps or self.service.serving is not None):
             self._was_ready = True
             self._error_file.unlink(missing_ok=True)
             self._manager.tell("READY=1")
