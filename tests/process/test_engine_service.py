@@ -247,6 +247,21 @@ def test_service_that_sleeps_goes_back_to_arguments_that_work(make: Make) -> Non
     assert service.get()["arguments"]["seed"] == 1
 
 
+@pytest.mark.slow
+def test_watchdog_is_fed_while_a_hung_engine_is_taken_back(make: Make) -> None:
+    """The manager watches on if one supervisor has become another."""
+    service = make(hang_s=3)
+    service.env["WATCHDOG_USEC"] = "1000000"
+    service.start()
+    service.until_standby()
+    kill(service.record(2)["pid"], signal.SIGSTOP)
+    service.kill_supervisor()
+    service.start()
+    assert service.manager
+    states = service.manager.states
+    assert "WATCHDOG=1" in states[: states.index("READY=1")]
+
+
 def test_engine_is_not_forked_from_imports_of_before_an_upgrade(make: Make) -> None:
     service = make()
     packages = Packages(service.directory)

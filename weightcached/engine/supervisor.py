@@ -211,11 +211,13 @@ class Supervisor:
     async def run(self) -> int:
         """Returns the exit status. Raises ListenError if the public address is taken."""
         stored = dict(inherited(os.environ))
+        # The manager watches on if one supervisor becomes another, and an engine may not answer at once.
+        self._keep(self._feed_watchdog())
+        self.service.awake = not self._asleep_file.exists()
         await self._take_back()
-        self._set_awake(not (self._running and self._asleep_file.exists()))
+        self._set_awake(self.service.awake or not self._running)
         self._public = await self._listen(stored.get(endpoint.STORE_NAME))
         server = control.ControlServer(listen(self._directory / "service.sock"), self._handle)
-        self._keep(self._feed_watchdog())
         self._keep(self._extend_start())
         self._begun = True
         try:
@@ -251,11 +253,14 @@ class Supervisor:
         """The public socket: the manager's, or that of an engine taken back, or a new one."""
         where = self.spec.listen
         fds = [stored] if stored is not None else []
-        for engine in list(self._running.values()):
-            fd = await engine.public_socket(timeout_s=_LOST_TIMEOUT_S)
-            fds += [fd] if fd is not None else []
         # Engines that were taken back accept where they did, whatever the manifest says by now.
         taken_back = bool(self._running)
+        for engine in list(self._running.values()):
+            if any(endpoint.is_at(fd, where, any_host=taken_back) for fd in fds):
+                # Nobody can ask us meanwhile, and an engine that starts does not answer.
+                break
+            fd = await engine.public_socket(timeout_s=_LOST_TIMEOUT_S)
+            fds += [fd] if fd is not None else []
         found = next((fd for fd in fds if endpoint.is_at(fd, where, any_host=taken_back)), None)
         if stored is not None and found is not stored:
             if not taken_back:
