@@ -325,10 +325,120 @@ def test_supervisor_stays_if_what_was_installed_does_not_work(make: Make) -> Non
     packages.upgrade()
     (packages.directory / "msgspec.py").write_text("raise ImportError('half installed')")
     assert restart_by_hand(service).endswith(
-        "the software that is installed now cannot keep the service: ImportError: half installed\n"
+        "the software that is installed now cannot keep the service: ImportError: half installed; mend that, "
+        "then run weightcachectl engine restart chat\n"
     )
     assert service.status()["supervisor_since"] == before["supervisor_since"]
     assert service.get()["engine"] == before["generation"]
+
+
+def upgradable(make: Make, **entry: Any) -> tuple[ServiceProcess, Packages]:
+    service = make(**entry)
+    packages = Packages(service.directory)
+    service.env["PYTHONPATH"] = packages.path
+    return service, packages
+
+
+def test_supervisor_stays_if_its_command_does_not_start(make: Make) -> None:
+    service, packages = upgradable(make)
+    service.start()
+    before = service.until_standby()
+    packages.upgrade()
+    # Of the supervisor's modules, none needs it.
+    (packages.directory / "click.py").write_text("raise ImportError('half installed')")
+    assert "ImportError: half installed; mend that" in restart_by_hand(service)
+    assert service.status()["supervisor_since"] == before["supervisor_since"]
+
+
+def test_supervisor_stays_if_the_socket_would_have_to_move(make: Make) -> None:
+    service, packages = upgradable(make)
+    service.start()
+    before = service.until_standby()
+    packages.upgrade()
+    service.write_manifest(listen="127.0.0.1:1")
+    with ClientLoop(service) as clients:
+        assert "a socket cannot move, so stop the service" in restart_by_hand(service)
+    assert clients.refused == clients.failed == []
+    assert service.status()["supervisor_since"] == before["supervisor_since"]
+
+
+def test_supervisor_is_replaced_once_its_neighbour_is_answered(make: Make, short_tmp: Path) -> None:
+    share = {"gpu_memory_utilization": 0.85}
+    one, packages = upgradable(make, arguments=share, standby=0)
+    other = make(name="code", others=[one], arguments=share, standby=0)
+    one.start()
+    other.start()
+    with contextlib.ExitStack() as under_way:
+        under_way.enter_context(request_under_way(one, short_tmp / "end"))
+        waking = threading.Thread(target=other.get)
+        waking.start()
+        one.until(lambda s: s["state"] == "draining", "it is to sleep")
+        since = one.status()["supervisor_since"]
+        packages.upgrade()
+        renewing = threading.Thread(target=lambda: one.ask("renew"))
+        renewing.start()
+        # Time to begin anew too early.
+        renewing.join(2.0)
+        assert one.status()["supervisor_since"] == since
+    for thread in (waking, renewing):
+        thread.join(BOUND_S)
+    one.until(lambda s: s["supervisor_since"] != since, "another supervisor")
+    assert (one.status()["state"], one.status()["awake"]) == ("asleep", False)
+    assert "cannot take over" not in other.log
+
+
+# A signal at the worst moment: noted, but not handled yet; or while signals are held.
+_STOPPED_IN_BETWEEN = """
+import os, signal, sys, threading
+if "engine" in sys.argv or "engine" in sys.orig_argv:
+    real = signal.pthread_sigmask
+    def mask(how, what):
+        when = os.path.join(os.path.dirname(__file__), "when")
+        is_main = threading.current_thread() is threading.main_thread()
+        if how != signal.SIG_BLOCK or not is_main or not os.path.exists(when):
+            return real(how, what)
+        held = [] if open(when).read() == "noted" else [real(how, what)]
+        os.unlink(when)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return held[0] if held else real(how, what)
+    signal.pthread_sigmask = mask
+"""
+
+
+@pytest.mark.parametrize("when", ["noted", "held"])
+def test_stop_is_not_lost_between_two_supervisors(make: Make, when: str) -> None:
+    service, packages = upgradable(make)
+    (packages.directory / "sitecustomize.py").write_text(_STOPPED_IN_BETWEEN)
+    service.start()
+    service.until_standby()
+    packages.upgrade()
+    (packages.directory / "when").write_text(when)
+    with contextlib.suppress(EngineError):
+        service.ask("renew")
+    assert service.process
+    assert service.process.wait(BOUND_S) == 0
+    assert service.processes() == []
+
+
+def test_renewals_leave_nothing_behind(make: Make) -> None:
+    service, packages = upgradable(make)
+    service.start()
+    held: list[tuple[int, int]] = []
+    for n in range(4):
+        since = service.until_standby()["supervisor_since"]
+        assert service.process
+        proc = Path(f"/proc/{service.process.pid}")
+        # Two engines of two processes, watched; only an engine that is started needs a nursery.
+        until(lambda proc=proc: _pidfds(int(proc.name)) >= 8, "all are watched")  # type: ignore[misc]
+        held.append((len(list((proc / "fd").iterdir())), len((proc / "environ").read_bytes())))
+        (packages.directory / f"package-{n}.0.dist-info").mkdir(exist_ok=True)
+        (packages.directory / f"more-{n}.0.dist-info").mkdir()
+        assert service.ask("renew")["renews"]
+        service.until(
+            lambda s, since=since: s["supervisor_since"] != since,  # type: ignore[misc]
+            "another supervisor",
+        )
+    assert held[2] == held[3]
 
 
 def test_stop_lets_requests_end_and_leaves_nothing(make: Make) -> None:

@@ -7,14 +7,17 @@ the unit would end the engines.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NoReturn
 
+from weightcached.config.engines import EngineSpec
 from weightcached.engine.endpoint import STORE_NAME
 from weightcached.errors import EXIT_FAILURE, EngineError
 from weightcached.system.notify import LISTEN_FDS_START, listen_variables
@@ -23,40 +26,80 @@ from weightcached.system.process import environment_for
 # A supervisor that has no handlers yet would die of them, and leave the engines to nobody.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CHECK_TIMEOUT_S = 60.0
+_HANDLED_S = 0.01
 # A supervisor that ended over a half-installed package, or a manifest that it does not read, would
 # leave the engines to nobody.
 _CHECK = """
 import sys
 from pathlib import Path
 from weightcached.config.manifest import load_manifest
-import weightcached.engine.supervisor
-load_manifest(Path(sys.argv[1])).service(sys.argv[2])
-print("fit")
+import weightcached.cli.weightcached, weightcached.engine.supervisor
+print("fit", load_manifest(Path(sys.argv[1])).service(sys.argv[2])[0].listen)
 """
 
 
-async def check_newer(manifest: Path, service: str) -> None:
-    """Have the software that is installed now read the manifest. Raises EngineError if it cannot."""
-    command = [sys.executable, "-c", _CHECK, str(manifest), service]
+async def check_newer(manifest: Path, spec: EngineSpec) -> None:
+    """Have the software that is installed now read the manifest. Raises EngineError if it cannot, or
+    would listen elsewhere.
+    """
     try:
-        done = await asyncio.to_thread(
-            subprocess.run, command, env=environment_for(sys.executable), text=True, timeout=_CHECK_TIMEOUT_S,
-            stdin=subprocess.DEVNULL, capture_output=True, check=False,
-        )  # fmt: skip
+        done = await asyncio.to_thread(_ask_newer, manifest, spec.name)
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise EngineError(f"the software that is installed now does not start: {e}") from e
+        raise EngineError(
+            f"the software that is installed now does not start: {e}; mend that, then run "
+            f"weightcachectl engine restart {spec.name}"
+        ) from e
     # Not its status, which reap() may have taken.
-    if done.stdout != "fit\n":
+    fit, _, where = done.stdout.partition(" ")
+    if fit != "fit":
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise EngineError(f"the software that is installed now cannot keep the service: {reason}")
+        raise EngineError(
+            f"the software that is installed now cannot keep the service: {reason}; mend that, then run "
+            f"weightcachectl engine restart {spec.name}"
+        )
+    if where.strip() != str(spec.listen):
+        raise moved(spec.listen, where.strip())
+
+
+def _ask_newer(manifest: Path, service: str) -> subprocess.CompletedProcess[str]:
+    # This thread outlives the question. The kernel may give it a signal that the main thread holds,
+    # and what it gets is lost with it at the exec.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    return subprocess.run(
+        [sys.executable, "-c", _CHECK, str(manifest), service],
+        env=environment_for(sys.executable), text=True, timeout=_CHECK_TIMEOUT_S, stdin=subprocess.DEVNULL,
+        capture_output=True, check=False,
+    )  # fmt: skip
+
+
+def moved(before: object, now: object) -> EngineError:
+    """The manifest has another address than the socket."""
+    return EngineError(
+        f"listen: changed from {before} to {now}: a socket cannot move, so stop the service and start "
+        "it again"
+    )
+
+
+@contextlib.asynccontextmanager
+async def holding_stops() -> AsyncIterator[None]:
+    """Signals to stop wait for the next supervisor, unless the block raises an exception. Those from
+    before are handled on entry: one that is only noted would be lost at the exec.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        # A few rounds of the event loop: it reads them from a pipe first.
+        await asyncio.sleep(_HANDLED_S)
+        yield
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        raise
 
 
 def become_newer(public: int) -> NoReturn:
     """Run this process's command line anew, with the public socket as from a service manager.
 
-    All other descriptors are closed by exec, the service's lock among them.
+    Within holding_stops(). All other descriptors are closed by exec, the service's lock among them.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     os.dup2(public, LISTEN_FDS_START)
     # dup2() leaves it as it is if it has that number already.
     os.set_inheritable(LISTEN_FDS_START, True)

@@ -78,6 +78,9 @@ FIRST_PROBE_S = 0.2
 # Without an engine that ever served, so many failures end the supervisor: the remedy must come from
 # outside.
 MAX_FIRST_FAILURES = 3
+# What is under way when packages have changed; shorter than weightcachectl waits.
+_UNREST_TIMEOUT_S = 20.0
+_UNREST_PERIOD_S = 0.05
 _EXTEND_PERIOD_S = 10.0
 _EXTEND_S = 60
 _LOST_TIMEOUT_S = 5.0
@@ -1000,10 +1003,7 @@ class Supervisor:
         path = manifest_path(self._options.manifest)
         spec, model = load_manifest(path).service(self.spec.name)
         if spec.listen != self.spec.listen:
-            raise EngineError(
-                f"listen: changed from {self.spec.listen} to {spec.listen}: a socket cannot move, "
-                f"so stop the service and start it again"
-            )
+            raise renewal.moved(self.spec.listen, spec.listen)
         self.spec, self.service.standby = spec, spec.standby
         version = self.service.restart()
         self._plans[version] = make_plan(spec, model, self._options.socket_dir)
@@ -1024,23 +1024,39 @@ class Supervisor:
         changed = self._packages.changed()
         if not changed:
             return False
-        if self.service.gives_way or self._swaps.under_way:
-            raise EngineError(
-                f"{self.spec.name} is getting new weights: wait for them, then run "
-                f"weightcachectl engine restart {self.spec.name}"
-            )
-        await renewal.check_newer(manifest_path(self._options.manifest), self.spec.name)
-        # An engine without a record would be ended.
-        for over in list(self._spawned.values()):
-            await over.wait()
-        if self.service.stopping:
-            raise EngineError("the service is stopping")
-        log.info(
-            "service=%s supervisor begins anew, packages have changed: %s", self.spec.name, changed
-        )
+        await renewal.check_newer(manifest_path(self._options.manifest), self.spec)
+        deadline_s = time.monotonic() + _UNREST_TIMEOUT_S
+        while self._unrest() and time.monotonic() < deadline_s and not self.service.stopping:
+            await asyncio.sleep(_UNREST_PERIOD_S)
+        async with renewal.holding_stops():
+            if self.service.stopping:
+                raise EngineError("the service is stopping")
+            if unrest := self._unrest():
+                raise EngineError(
+                    f"{self.spec.name} {unrest}: wait for that, then run "
+                    f"weightcachectl engine restart {self.spec.name}"
+                )
+            log.info(
+                "service=%s supervisor begins anew, packages have changed: %s",
+                self.spec.name, changed,
+            )  # fmt: skip
         # The answer is sent before.
         asyncio.get_running_loop().call_soon(renewal.become_newer, self._public.fileno())
         return True
+
+    def _unrest(self) -> str:
+        """What another supervisor could not take up where this one left it, or ""."""
+        if self.service.gives_way or self._swaps.under_way:
+            return "is getting new weights"
+        holder = self.service.holder
+        if holder is not None and holder.phase is not Phase.SERVING:
+            # Somebody may wait for that, as a neighbour that is to wake.
+            return f"has engine {holder.number} {holder.phase.value}"
+        # One that waits for the device's turn has no directory yet; one without a record would be ended.
+        spawned = [n for n, over in self._spawned.items() if not over.is_set()]
+        if any((self._directory / str(number)).exists() for number in spawned):
+            return "is starting an engine"
+        return ""
 
     def _has_settled(self, version: int) -> bool:
         serving = self.service.serving
