@@ -277,6 +277,23 @@ def test_engine_is_not_forked_from_imports_of_before_an_upgrade(make: Make) -> N
     assert service.log.count(f"imports anew: {changed}") == 1
 
 
+def test_imports_that_lengthen_the_path_install_nothing(make: Make) -> None:
+    """As setuptools does by its own packages, once an engine's imports need it."""
+    service = make()
+    packages = Packages(service.directory)
+    service.env["PYTHONPATH"] = packages.path
+    (packages.directory / "more/package-1.0.dist-info").mkdir(parents=True)
+    (packages.directory / "lengthens.py").write_text(
+        "import sys\n"
+        "from tests.fakes.engine_service import run, start, try_in_fork\n"
+        f"def prepare(): sys.path.append({str(packages.directory / 'more')!r}); return ''\n"
+    )
+    service.module = "lengthens"
+    service.start()
+    service.until_standby()
+    assert " executed" not in service.log
+
+
 def take_over(service: ServiceProcess, *, takeovers: int) -> None:
     kill(service.status()["pid"])
     service.until(lambda s: s["takeovers"] == takeovers, "a takeover")

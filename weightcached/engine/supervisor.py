@@ -39,7 +39,7 @@ from weightcached.engine.starting import Nursery, start_by_exec
 from weightcached.engine.states import Action, Engine, Phase, Service
 from weightcached.engine.swaps import Swaps
 from weightcached.engine.tree import Tree, TreeError, all_processes
-from weightcached.engine.turns import DeviceTurns, NotWantedError
+from weightcached.engine.turns import ASLEEP_FILE, DeviceTurns, NotWantedError
 from weightcached.errors import (
     EXIT_FAILURE,
     EngineError,
@@ -163,7 +163,7 @@ class Supervisor:
         self._fence = self._directory / "fence"
         self._error_file = self._directory / ERROR_FILE
         # There while the service sleeps: the next supervisor must not wake it.
-        self._asleep_file = self._directory / "asleep"
+        self._asleep_file = self._directory / ASLEEP_FILE
         self._plans: dict[int, StartPlan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = DeviceTurns(
             spec, model, load_manifest(manifest_path(options.manifest)), directory.parents[1]

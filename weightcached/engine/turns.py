@@ -22,10 +22,14 @@ from typing import Any
 from weightcached.config.engines import EngineSpec
 from weightcached.config.manifest import ALL, Manifest, ModelSpec
 from weightcached.engine.control import Link
+from weightcached.engine.records import read_record
+from weightcached.engine.running import is_alive
 from weightcached.errors import EngineError
 
 log = logging.getLogger(__name__)
 
+# In the service's directory while it sleeps, for the next supervisor.
+ASLEEP_FILE = "asleep"
 _RETRY_S = 0.005
 # One that does not answer counts as asleep: a supervisor that is only slow must not.
 _STATUS_TIMEOUT_S = 30.0
@@ -138,7 +142,7 @@ async def _ask(path: Path, command: str, *, timeout_s: float) -> dict[str, Any]:
             return await _ask_once(path, command, timeout_s=timeout_s)
         except EngineError:
             # Its supervisor is being replaced. To take it for asleep would give its memory to two.
-            if time.monotonic() > deadline_s or not _serves(path.with_name("fence")):
+            if time.monotonic() > deadline_s or not _is_to_come_back(path.parent):
                 raise
         await asyncio.sleep(_ABSENCE_PERIOD_S)
 
@@ -153,13 +157,14 @@ async def _ask_once(path: Path, command: str, *, timeout_s: float) -> dict[str, 
         link.close()
 
 
-def _serves(fence: Path) -> bool:
-    """Whether an engine holds the fence. One that wants it at this moment tries again."""
+def _is_to_come_back(directory: Path) -> bool:
+    """Whether a service has engines, and did not sleep: then its next supervisor takes them back.
+
+    Not by the fence: a supervisor ends who has its fence open and is none of its engines.
+    """
     try:
-        with open(fence, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        records = [read_record(path) for path in directory.iterdir()]
+        asleep = (directory / ASLEEP_FILE).exists()
     except OSError:
         return False
-    return False
+    return not asleep and any(record is not None and is_alive(record) for record in records)
