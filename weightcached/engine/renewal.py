@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,11 +23,17 @@ from weightcached.config.engines import EngineSpec
 from weightcached.engine.endpoint import STORE_NAME
 from weightcached.errors import EXIT_FAILURE, EngineError
 from weightcached.system.notify import LISTEN_FDS_START, listen_variables
+from weightcached.system.packages import InstalledPackages
 from weightcached.system.process import environment_for
+
+log = logging.getLogger(__name__)
 
 # A supervisor that has no handlers yet would die of them, and leave the engines to nobody.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CHECK_TIMEOUT_S = 60.0
+# With the check shorter than weightcachectl waits.
+_UNREST_TIMEOUT_S = 20.0
+_UNREST_PERIOD_S = 0.05
 _HANDLED_S = 0.01
 # A supervisor that ended over a half-installed package, or a manifest that it does not read, would
 # leave the engines to nobody.
@@ -36,6 +44,43 @@ from weightcached.config.manifest import load_manifest
 import weightcached.cli.weightcached, weightcached.engine.supervisor
 print("fit", load_manifest(Path(sys.argv[1])).service(sys.argv[2])[0].listen)
 """
+
+
+class Renewal:
+    """Whether and when another supervisor takes the place of this one.
+
+    unrest: what is under way that another could not take up, or "".
+    """
+
+    def __init__(self, unrest: Callable[[], str], stopping: Callable[[], bool]) -> None:
+        self._packages = InstalledPackages()
+        self._unrest = unrest
+        self._stopping = stopping
+
+    async def begin(self, manifest: Path, spec: EngineSpec, public: int) -> bool:
+        """Whether packages have changed: then the other begins once the caller has said so.
+
+        Raises EngineError if it cannot.
+        """
+        changed = self._packages.changed()
+        if not changed:
+            return False
+        await check_newer(manifest, spec)
+        deadline_s = time.monotonic() + _UNREST_TIMEOUT_S
+        while self._unrest() and time.monotonic() < deadline_s and not self._stopping():
+            await asyncio.sleep(_UNREST_PERIOD_S)
+        async with holding_stops():
+            if self._stopping():
+                raise EngineError("the service is stopping")
+            if unrest := self._unrest():
+                raise EngineError(
+                    f"{spec.name} {unrest}: wait for that, then run weightcachectl engine restart {spec.name}"
+                )
+            log.info(
+                "service=%s supervisor begins anew, packages have changed: %s", spec.name, changed
+            )
+        asyncio.get_running_loop().call_soon(become_newer, public)
+        return True
 
 
 async def check_newer(manifest: Path, spec: EngineSpec) -> None:

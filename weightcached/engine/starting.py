@@ -9,13 +9,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from weightcached.engine.child import CONTROL_FD, PUBLIC_FD
 from weightcached.engine.nursery import SOCKET_FD, Answer
-from weightcached.errors import ProtocolError
+from weightcached.engine.plan import StartPlan
+from weightcached.errors import EngineError, ProtocolError
 from weightcached.system.fds import OwnedFd, sealed_memfd
 from weightcached.system.waits import readable
 from weightcached.wire.engine_job import Job
@@ -141,3 +142,86 @@ class Nursery:
         if not self._pidfd.closed:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd.fileno(), signal.SIGKILL)
+
+
+class Starter:
+    """Starts the engines of one service: forked by a nursery, or by exec where that does not work."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._nursery: Nursery | None = None
+        self._told = False
+        self._forked: set[int] = set()
+        # The last engine that failed to start was a forked one: is it the fork?
+        self._distrusts_fork = False
+
+    async def start(
+        self,
+        job: Job,
+        plan: StartPlan,
+        public: int,
+        control: int,
+        *,
+        nursery: bool,
+        stopping: Callable[[], bool],
+    ) -> tuple[int, str]:
+        """The pid of a new engine, and how it was started. Raises OSError, EngineError."""
+        pid = None
+        if nursery and not self._distrusts_fork:
+            pid = await self._fork(job, plan, public, control, stopping)
+        if pid is not None:
+            self._forked.add(job.number)
+            return pid, "forked"
+        pid = start_by_exec(plan.python, self._module, job, plan.environment, public, control)
+        return pid, "executed"
+
+    async def _fork(
+        self, job: Job, plan: StartPlan, public: int, control: int, stopping: Callable[[], bool]
+    ) -> int | None:
+        """The pid of the engine; None if none can be forked. Raises EngineError."""
+        if self._nursery is None:
+            self._nursery = Nursery(plan.python, self._module, plan.environment)
+        nursery = self._nursery
+        refusal = await nursery.refusal()
+        self._check_in_use(nursery, stopping)
+        if not refusal:
+            pid = await nursery.fork(job, public, control)
+            if pid is None:
+                self._check_in_use(nursery, stopping)
+                if nursery.outdated:
+                    # This one imports by itself; the next is forked by another nursery.
+                    log.info("service=%s imports anew: %s", job.service, nursery.outdated)
+                    self.import_anew()
+            return pid
+        if not self._told:
+            self._told = True
+            log.info("service=%s engines are executed, not forked: %s", job.service, refusal)
+        return None
+
+    def _check_in_use(self, nursery: Nursery, stopping: Callable[[], bool]) -> None:
+        """Raises EngineError if what its engines were for was given up while they were waited for."""
+        if stopping():
+            raise EngineError("the service is stopping")
+        if nursery is not self._nursery:
+            raise EngineError("engines of another version are wanted by now")
+
+    def import_anew(self) -> None:
+        """Another vLLM may have been installed."""
+        self.close()
+        self._nursery, self._told, self._distrusts_fork = None, False, False
+
+    def failed(self, number: int, *, starts: bool) -> None:
+        """An engine has failed. starts: before it was up."""
+        if starts:
+            self._distrusts_fork = number in self._forked
+        self._forked.discard(number)
+
+    def abort_imports(self) -> None:
+        """Do not wait for imports that nobody needs any more."""
+        if self._nursery is not None:
+            self._nursery.abort_imports()
+
+    def close(self) -> None:
+        """End the nursery. Engines go on."""
+        if self._nursery is not None:
+            self._nursery.close()

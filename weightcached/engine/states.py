@@ -173,6 +173,23 @@ class Service:
             return "asleep" if self.holder is None else "draining"
         return "taking-over" if self.proven else "starting"
 
+    def summary(self) -> str:
+        """One line for `systemctl status`."""
+        serving = self.serving
+        parts = [self.state()] + ([f"engine {serving.number}"] if serving is not None else [])
+        others = (e for e in self.engines.values() if e is not serving)
+        parts += [f"engine {e.number} {e.phase.value}" for e in others]
+        if self.error:
+            parts.append(f"the last start failed: {self.error}")
+        return ", ".join(parts)
+
+    def has_settled(self, version: int) -> bool:
+        """Whether a restart has brought that version: it serves, or sleeps as the service does."""
+        if self.serving is not None and self.serving.version == version:
+            return True
+        parked = (e for e in self.engines.values() if e.phase is Phase.PARKED)
+        return not self.may_serve and any(e.version == version for e in parked)
+
     def wake_time_s(self, now_s: float) -> float | None:
         """The time at which a waiting start may be tried; None if none waits."""
         return self._not_before_s if self._not_before_s > now_s else None

@@ -35,7 +35,7 @@ from weightcached.engine.lending import Lending
 from weightcached.engine.plan import StartPlan, make_plan, with_checkpoint_of
 from weightcached.engine.records import Record, read_record, record_of
 from weightcached.engine.running import Running
-from weightcached.engine.starting import Nursery, start_by_exec
+from weightcached.engine.starting import Starter
 from weightcached.engine.states import Action, Engine, Phase, Service
 from weightcached.engine.swaps import Swaps
 from weightcached.engine.tree import Tree, TreeError, all_processes
@@ -48,7 +48,6 @@ from weightcached.errors import (
     WeightcachedError,
 )
 from weightcached.system.notify import inherited, watchdog_period_s
-from weightcached.system.packages import InstalledPackages
 from weightcached.system.paths import (
     SOCKET_PATH_MAX_BYTES,
     create_runtime_dir,
@@ -57,7 +56,6 @@ from weightcached.system.paths import (
 )
 from weightcached.system.process import become_subreaper, holds_file
 from weightcached.system.waits import end_tasks
-from weightcached.wire.engine_job import Job
 from weightcached.wire.framing import listen
 from weightcached.wire.services import ERROR_FILE
 
@@ -78,9 +76,6 @@ FIRST_PROBE_S = 0.2
 # Without an engine that ever served, so many failures end the supervisor: the remedy must come from
 # outside.
 MAX_FIRST_FAILURES = 3
-# What is under way when packages have changed; shorter than weightcachectl waits.
-_UNREST_TIMEOUT_S = 20.0
-_UNREST_PERIOD_S = 0.05
 _EXTEND_PERIOD_S = 10.0
 _EXTEND_S = 60
 _LOST_TIMEOUT_S = 5.0
@@ -187,11 +182,7 @@ class Supervisor:
         )
         self._manager = manager.Manager(os.environ.get("NOTIFY_SOCKET"))
         self._public: socket.socket
-        self._nursery: Nursery | None = None
-        self._nursery_told = False
-        self._forked: set[int] = set()
-        # The last engine that failed to start was a forked one: is it the fork?
-        self._distrusts_fork = False
+        self._starter = Starter(options.module)
         self._spawned: dict[int, asyncio.Event] = {}
         # Engines that start with the memory of an awake one.
         self._with_memory: set[int] = set()
@@ -202,7 +193,7 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._listening_for_wake = False
         self._since = time.time()
-        self._packages = InstalledPackages()
+        self._renewal = renewal.Renewal(self._unrest, lambda: self.service.stopping)
         self._begun = False
         self._was_ready = False
         self._died_s: float | None = None
@@ -242,8 +233,7 @@ class Supervisor:
         return self._status
 
     async def _end_all(self) -> None:
-        if self._nursery is not None:
-            self._nursery.close()
+        self._starter.close()
         for engine in list(self._running.values()):
             with contextlib.suppress(TreeError):
                 await engine.end()
@@ -288,8 +278,7 @@ class Supervisor:
             return
         log.info("stopping service=%s", self.spec.name)
         self.service.stopping = True
-        if self._nursery is not None:
-            self._nursery.abort_imports()
+        self._starter.abort_imports()
         self._manager.tell(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int((self.spec.drain_s + 60) * 1e6)}")
         self._step()
 
@@ -406,7 +395,7 @@ class Supervisor:
             self._status = EXIT_FAILURE
             # The manager forgets our status as soon as it starts the next supervisor.
             with contextlib.suppress(OSError):
-                self._error_file.write_text(self.summary(), encoding="utf-8")
+                self._error_file.write_text(self.service.summary(), encoding="utf-8")
             self._ended.set()
         self._keep_quiet(self._notify_waiters())
 
@@ -484,56 +473,15 @@ class Supervisor:
         job = plan.job(directory, engine.number, parked=parked)
         listener = listen(job.control_socket)
         with listener:
-            pid = None
-            if self.spec.nursery and not self._distrusts_fork:
-                pid = await self._fork(job, plan, listener.fileno())
-            how = "executed" if pid is None else "forked"
-            if pid is not None:
-                self._forked.add(engine.number)
-            else:
-                pid = start_by_exec(
-                    plan.python, self._options.module, job, plan.environment,
-                    self._public.fileno(), listener.fileno(),
-                )  # fmt: skip
+            pid, how = await self._starter.start(
+                job, plan, self._public.fileno(), listener.fileno(), nursery=self.spec.nursery,
+                stopping=lambda: self.service.stopping,
+            )  # fmt: skip
         log.info(
             "engine=%d starting service=%s pid=%d version=%d %s%s",
             engine.number, self.spec.name, pid, engine.version, how, " parked" if parked else "",
         )  # fmt: skip
         return record_of(job.number, plan.digest, pid, job.arguments)
-
-    async def _fork(self, job: Job, plan: StartPlan, control_fd: int) -> int | None:
-        """The pid of the engine; None if none can be forked. Raises EngineError."""
-        if self._nursery is None:
-            self._nursery = Nursery(plan.python, self._options.module, plan.environment)
-        nursery = self._nursery
-        refusal = await nursery.refusal()
-        self._check_in_use(nursery)
-        if not refusal:
-            pid = await nursery.fork(job, self._public.fileno(), control_fd)
-            if pid is None:
-                self._check_in_use(nursery)
-                if nursery.outdated:
-                    # This one imports by itself; the next is forked by another nursery.
-                    log.info("service=%s imports anew: %s", self.spec.name, nursery.outdated)
-                    self._drop_nursery()
-            return pid
-        if not self._nursery_told:
-            self._nursery_told = True
-            log.info("service=%s engines are executed, not forked: %s", self.spec.name, refusal)
-        return None
-
-    def _check_in_use(self, nursery: Nursery) -> None:
-        """Raises EngineError if what its engines were for was given up while they were waited for."""
-        if self.service.stopping:
-            raise EngineError("the service is stopping")
-        if nursery is not self._nursery:
-            raise EngineError("engines of another version are wanted by now")
-
-    def _drop_nursery(self) -> None:
-        """Another vLLM may have been installed: import again."""
-        if self._nursery is not None:
-            self._nursery.close()
-        self._nursery, self._nursery_told, self._distrusts_fork = None, False, False
 
     def _follow(self, record: Record) -> None:
         number = record.number
@@ -713,9 +661,7 @@ class Supervisor:
         log.error("engine=%d %s: %s", number, engine.phase.value, reason)
         if engine.phase is Phase.SERVING and self._died_s is None:
             self._died_s = time.monotonic()
-        if engine.phase is Phase.STARTING:
-            self._distrusts_fork = number in self._forked
-        self._forked.discard(number)
+        self._starter.failed(number, starts=engine.phase is Phase.STARTING)
         self.service.failed(number, reason, time.monotonic())
         serving = self.service.serving
         if not self.service.proven:
@@ -822,23 +768,7 @@ class Supervisor:
             self._was_ready = True
             self._error_file.unlink(missing_ok=True)
             self._manager.tell("READY=1")
-        self._manager.status(self.summary())
-
-    def summary(self) -> str:
-        """One line for `systemctl status`."""
-        serving = self.service.serving
-        parts = [self.service.state()]
-        if serving is not None:
-            parts.append(f"engine {serving.number}")
-        others = [
-            f"engine {e.number} {e.phase.value}"
-            for e in self.service.engines.values()
-            if e is not serving
-        ]
-        parts += others
-        if self.service.error:
-            parts.append(f"the last start failed: {self.service.error}")
-        return ", ".join(parts)
+        self._manager.status(self.service.summary())
 
     async def _feed_watchdog(self) -> None:
         period_s = watchdog_period_s(os.environ)
@@ -1009,40 +939,21 @@ class Supervisor:
         self._plans[version] = make_plan(spec, model, self._options.socket_dir)
         self._turns = DeviceTurns(spec, model, load_manifest(path), self._directory.parents[1])
         log.info("service=%s restarting version=%d", spec.name, version)
-        self._drop_nursery()
+        self._starter.import_anew()
         self._step()
-        await self._wait(lambda: self.service.version != version or self._has_settled(version))
+        await self._wait(
+            lambda: self.service.version != version or self.service.has_settled(version)
+        )
         if self.service.version != version:
             raise EngineError(
                 f"the new engine cannot be started, the old one serves on: {self.service.error}"
             )
 
     async def _renew(self) -> bool:
-        """Whether other software has been installed: then the supervisor goes on as that, after it
-        has said so. Raises EngineError if it cannot.
-        """
-        changed = self._packages.changed()
-        if not changed:
-            return False
-        await renewal.check_newer(manifest_path(self._options.manifest), self.spec)
-        deadline_s = time.monotonic() + _UNREST_TIMEOUT_S
-        while self._unrest() and time.monotonic() < deadline_s and not self.service.stopping:
-            await asyncio.sleep(_UNREST_PERIOD_S)
-        async with renewal.holding_stops():
-            if self.service.stopping:
-                raise EngineError("the service is stopping")
-            if unrest := self._unrest():
-                raise EngineError(
-                    f"{self.spec.name} {unrest}: wait for that, then run "
-                    f"weightcachectl engine restart {self.spec.name}"
-                )
-            log.info(
-                "service=%s supervisor begins anew, packages have changed: %s",
-                self.spec.name, changed,
-            )  # fmt: skip
-        # The answer is sent before.
-        asyncio.get_running_loop().call_soon(renewal.become_newer, self._public.fileno())
-        return True
+        """Whether it goes on as newer software, after it has said so. Raises EngineError."""
+        return await self._renewal.begin(
+            manifest_path(self._options.manifest), self.spec, self._public.fileno()
+        )
 
     def _unrest(self) -> str:
         """What another supervisor could not take up where this one left it, or ""."""
@@ -1057,16 +968,6 @@ class Supervisor:
         if any((self._directory / str(number)).exists() for number in spawned):
             return "is starting an engine"
         return ""
-
-    def _has_settled(self, version: int) -> bool:
-        serving = self.service.serving
-        return (serving is not None and serving.version == version) or (
-            not self.service.may_serve
-            and any(
-                e.version == version and e.phase is Phase.PARKED
-                for e in self.service.engines.values()
-            )
-        )
 
     async def _sleep_or_wake(self, *, awake: bool) -> None:
         self._set_awake(awake)
