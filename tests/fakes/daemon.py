@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,14 +69,30 @@ def until(
         time.sleep(0.01)
 
 
-def free_port() -> int:
-    """A port that nobody has, and that nobody is given: those of bind(0) and connect() are above."""
+def _ports() -> Iterator[int]:
+    """Ports below those of bind(0) and connect(), each once before one comes again.
+
+    No two workers of pytest get the same: it is free until the service that it is for binds it.
+    """
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    rows = range(1024 + (first_given - 1024) // 2, first_given - _WORKERS, _WORKERS)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
+    first = random.randrange(len(rows))
     while True:
-        port = random.randrange(1024 + (first_given - 1024) // 2, first_given)
+        yield from (row + worker for row in [*rows[first:], *rows[:first]])
+
+
+_WORKERS = 8
+_next_ports = _ports()
+
+
+def free_port() -> int:
+    """A port that nobody has, and that nobody is given."""
+    for port in _next_ports:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
+    raise AssertionError("not reached")
 
 
 def remove_tree(directory: Path) -> None:
