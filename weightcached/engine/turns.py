@@ -33,8 +33,8 @@ ASLEEP_FILE = "asleep"
 _RETRY_S = 0.005
 # One that does not answer counts as asleep: a supervisor that is only slow must not.
 _STATUS_TIMEOUT_S = 30.0
-# From the end of a supervisor until its successor answers.
-_ABSENCE_S = 10.0
+# From the end of a supervisor until its successor answers, on a machine that is busy.
+_ABSENCE_S = 30.0
 _ABSENCE_PERIOD_S = 0.05
 # Two at 0.5 fit; a rounding error is no reason to take turns.
 _ALL_OF_IT = 1.0 + 1e-6
