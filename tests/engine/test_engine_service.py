@@ -36,6 +36,8 @@ class Chat:
     def __init__(self, service: Service, model: Path, device: str = "cpu0") -> None:
         self.service = service
         self.port = free_port()
+        # There is no journal here.
+        self.log = service.manager.runtime_dir / "chat.log"
         self.model: dict[str, Any] = {
             "name": "tiny", "devices": [device], "engine": {"model": str(model), "dtype": "bfloat16"},
         }  # fmt: skip
@@ -77,13 +79,41 @@ class Chat:
     def request(
         self, path: str, body: Any = None, *, key: str = KEY
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        with self.response(path, body, key=key) as response:
+            return response.status, response.headers, response.read()
+
+    @contextlib.contextmanager
+    def response(
+        self, path: str, body: Any, *, key: str = KEY
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer as it comes, on a connection that lasts as long as the block."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_TIMEOUT_S)
         with contextlib.closing(connection):
             headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
             data = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", path, data, headers)
-            response = connection.getresponse()
-            return response.status, response.headers, response.read()
+            yield connection.getresponse()
+
+    @contextlib.contextmanager
+    def served(self, *environment: str) -> Iterator[None]:
+        """Daemon and service run within the block, with these variables."""
+        manager, (device,) = self.service.manager, self.model["devices"]
+        directory = "weightcached-engine@.service.d"
+        (manager.unit_dir / directory).mkdir(parents=True, exist_ok=True)
+        manager.write_unit(
+            f"{directory}/log.conf",
+            f"[Service]\nEnvironment={' '.join(environment)}\n"
+            f"StandardOutput=append:{self.log}\nStandardError=append:{self.log}\n",
+        )
+        self.service.ctl("start", device)
+        try:
+            # Type=notify: returns when an engine serves.
+            self.service.ctl("engine", "start", "chat")
+            yield
+        finally:
+            print(self.log.read_text(errors="replace")[-20000:])
+            self.service.ctl("engine", "stop", "chat", check=False)
+            self.service.ctl("stop", device, check=False)
 
     def tokens(self, count: int = 8) -> list[int]:
         status, _, data = self.request("/v1/completions", completion(count))
@@ -119,25 +149,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
 @pytest.fixture(scope="module")
 def chat(service: Service, models: dict[str, Path], packages: Packages) -> Iterator[Chat]:
     chat = Chat(service, models["untied"])
-    # There is no journal here.
-    log = service.manager.runtime_dir / "chat.log"
-    drop_in = service.manager.unit_dir / "weightcached-engine@.service.d/log.conf"
-    drop_in.parent.mkdir(parents=True, exist_ok=True)
     # vLLM binds every engine to the same core, where one that serves starves one that starts.
-    drop_in.write_text(
-        f"[Service]\nEnvironment=VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH={packages.path}\n"
-        f"StandardOutput=append:{log}\nStandardError=append:{log}\n"
-    )
-    service.manager.systemctl("daemon-reload")
-    service.ctl("start", "cpu0")
-    try:
-        # Type=notify: returns when an engine serves.
-        service.ctl("engine", "start", "chat")
+    with chat.served("VLLM_CPU_OMP_THREADS_BIND=nobind", f"PYTHONPATH={packages.path}"):
         yield chat
-    finally:
-        print(log.read_text(errors="replace")[-20000:])
-        service.ctl("engine", "stop", "chat", check=False)
-        service.ctl("stop", "cpu0", check=False)
 
 
 class Loop:

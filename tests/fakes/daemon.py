@@ -69,6 +69,10 @@ def until(
         time.sleep(0.01)
 
 
+# Of pytest; more would share ports.
+_WORKERS = 8
+
+
 def _ports() -> Iterator[int]:
     """Ports below those of bind(0) and connect(), each once before one comes again.
 
@@ -82,7 +86,6 @@ def _ports() -> Iterator[int]:
         yield from (row + worker for row in [*rows[first:], *rows[:first]])
 
 
-_WORKERS = 8
 _next_ports = _ports()
 
 

@@ -6,21 +6,18 @@ PYTHONPATH=. python3 -m pytest tests/gpu/test_engine_service.py
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.attach import Memory
 from tests.engine.conftest import ANSWER_TIMEOUT_S, BIN, Service
-from tests.engine.test_engine_service import KEY, Chat, completion
+from tests.engine.test_engine_service import Chat, completion
 from tests.fakes.daemon import until
 from tests.gpu.test_engines import make
 from tests.systemd.manager import PrivateManager
@@ -30,15 +27,10 @@ LENT_S = 2.0
 
 
 @pytest.fixture(scope="module")
-def log(manager: PrivateManager) -> Path:
-    return manager.runtime_dir / "chat.log"
-
-
-@pytest.fixture(scope="module")
 def chat(
-    manager: PrivateManager, device: str, log: Path, tmp_path_factory: pytest.TempPathFactory
+    manager: PrivateManager, device: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Chat]:
-    """A service of a model that is not live, with its log in a file."""
+    """A service of a model that is not live."""
     service = Service(manager)
     # 2.5 GB.
     model = make(
@@ -50,21 +42,8 @@ def chat(
     )
     chat = Chat(service, model, device)
     chat.write(max_model_len=4096)
-    drop_in = manager.unit_dir / "weightcached-engine@.service.d/log.conf"
-    drop_in.parent.mkdir(parents=True, exist_ok=True)
-    drop_in.write_text(
-        "[Service]\nEnvironment=VLLM_SERVER_DEV_MODE=1\n"
-        f"StandardOutput=append:{log}\nStandardError=append:{log}\n"
-    )
-    manager.systemctl("daemon-reload")
-    service.ctl("start", device)
-    try:
-        service.ctl("engine", "start", "chat")
+    with chat.served("VLLM_SERVER_DEV_MODE=1"):
         yield chat
-    finally:
-        print(log.read_text(errors="replace")[-20000:])
-        service.ctl("engine", "stop", "chat", check=False)
-        service.ctl("stop", device, check=False)
 
 
 def until_lent(chat: Chat) -> dict[str, Any]:
@@ -80,7 +59,7 @@ def kv_bytes(chat: Chat) -> int:
 
 
 def test_vllms_own_sleep_frees_the_kv_cache_that_the_standby_holds(
-    chat: Chat, log: Path, memory: Memory
+    chat: Chat, memory: Memory
 ) -> None:
     until_lent(chat)
     tokens, kv = chat.tokens(), kv_bytes(chat)
@@ -95,7 +74,7 @@ def test_vllms_own_sleep_frees_the_kv_cache_that_the_standby_holds(
     os.kill(status["pid"], signal.SIGKILL)
     assert chat.tokens() == tokens
     assert chat.status()["generation"] > status["generation"]
-    assert "lent to this engine is not used" not in log.read_text(errors="replace")
+    assert "lent to this engine is not used" not in chat.log.read_text(errors="replace")
 
 
 def test_engine_killed_on_its_way_to_sleep_leaves_its_memory_to_nobody(
@@ -103,32 +82,26 @@ def test_engine_killed_on_its_way_to_sleep_leaves_its_memory_to_nobody(
 ) -> None:
     tokens = chat.tokens()
     status, kv, awake = until_lent(chat), kv_bytes(chat), memory.used()
+    command = [str(BIN / "weightcachectl"), "engine", "sleep", "chat"]
     # A request keeps the engine awake until it ends, or drain_s is over.
-    connection = http.client.HTTPConnection("127.0.0.1", chat.port, timeout=ANSWER_TIMEOUT_S)
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    connection.request(
-        "POST", "/v1/completions", json.dumps(completion(4000, stream=True)), headers
-    )
-    connection.getresponse().read(1)
-    command = subprocess.Popen(
-        [BIN / "weightcachectl", "engine", "sleep", "chat"], env=chat.service.env
-    )
-    try:
-        until(lambda: chat.status()["state"] == "draining", "it drains", bound_s=60)
-        os.kill(status["pid"], signal.SIGKILL)
-        assert command.wait(ANSWER_TIMEOUT_S) == 0
-        left = memory.used()
-    finally:
-        command.kill()
-        command.wait()
-        connection.close()
+    with chat.response("/v1/completions", completion(4000, stream=True)) as answer:
+        answer.read(1)
+        sleeps = subprocess.Popen(command, env=chat.service.env)
+        try:
+            until(lambda: chat.status()["state"] == "draining", "it drains", bound_s=60)
+            os.kill(status["pid"], signal.SIGKILL)
+            assert sleeps.wait(ANSWER_TIMEOUT_S) == 0
+            left = memory.used()
+        finally:
+            sleeps.kill()
+            sleeps.wait()
     assert left < awake - 0.95 * kv
     # Wakes it.
     assert chat.tokens() == tokens
 
 
 def test_model_that_is_no_longer_live_has_all_memory_for_its_kv_cache(
-    chat: Chat, log: Path, device: str
+    chat: Chat, device: str
 ) -> None:
     def restarted(*, live: bool) -> int:
         chat.model["live"] = live
@@ -139,7 +112,7 @@ def test_model_that_is_no_longer_live_has_all_memory_for_its_kv_cache(
         return kv_bytes(chat)
 
     def takes_known() -> int:
-        return log.read_text(errors="replace").count("as an equal engine measured it")
+        return chat.log.read_text(errors="replace").count("as an equal engine measured it")
 
     weights = sum(c["bytes"] for c in chat.service.caches(device))
     alone = restarted(live=False)

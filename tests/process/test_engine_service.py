@@ -49,6 +49,43 @@ def make(short_tmp: Path) -> Iterator[Make]:
         yield make
 
 
+def packages_of(service: ServiceProcess) -> Packages:
+    """A package that its processes find, from its start on."""
+    packages = Packages(service.directory)
+    service.env["PYTHONPATH"] = packages.path
+    return packages
+
+
+def pair(
+    make: Make, shares: tuple[float, float] = (0.85, 0.85), **arguments: Any
+) -> tuple[ServiceProcess, ServiceProcess]:
+    """Two services on one device, not started. arguments: the first one's."""
+    one_share, other_share = ({"gpu_memory_utilization": share} for share in shares)
+    one = make(arguments={**one_share, **arguments}, standby=0)
+    return one, make(name="code", others=[one], arguments=other_share, standby=0)
+
+
+def started_pair(
+    make: Make, shares: tuple[float, float] = (0.85, 0.85), **arguments: Any
+) -> tuple[ServiceProcess, ServiceProcess]:
+    """The same, started. If they do not fit together, the first one sleeps."""
+    one, other = pair(make, shares, **arguments)
+    one.start()
+    other.start()
+    return one, other
+
+
+@contextlib.contextmanager
+def request_under_way(service: ServiceProcess, end: Path) -> Iterator[None]:
+    """It ends once that file is there; then the service's engine has answered."""
+    with socket.create_connection(("127.0.0.1", service.port), timeout=BOUND_S) as slow:
+        slow.sendall(f"GET /until?{end} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        service.until(lambda s: any(e["requests"] > 0 for e in s["engines"]), "it is there")
+        yield
+        end.touch()
+        assert b"200 OK" in slow.recv(65536)
+
+
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(pid, number)
 
@@ -264,8 +301,7 @@ def test_watchdog_is_fed_while_a_hung_engine_is_taken_back(make: Make) -> None:
 
 def test_engine_is_not_forked_from_imports_of_before_an_upgrade(make: Make) -> None:
     service = make()
-    packages = Packages(service.directory)
-    service.env["PYTHONPATH"] = packages.path
+    packages = packages_of(service)
     service.start()
     service.until_standby()
     packages.upgrade()
@@ -280,8 +316,7 @@ def test_engine_is_not_forked_from_imports_of_before_an_upgrade(make: Make) -> N
 def test_imports_that_lengthen_the_path_install_nothing(make: Make) -> None:
     """As setuptools does by its own packages, once an engine's imports need it."""
     service = make()
-    packages = Packages(service.directory)
-    service.env["PYTHONPATH"] = packages.path
+    packages = packages_of(service)
     (packages.directory / "more/package-1.0.dist-info").mkdir(parents=True)
     (packages.directory / "lengthens.py").write_text(
         "import sys\n"
@@ -310,8 +345,7 @@ def restart_by_hand(service: ServiceProcess) -> str:
 
 def test_restart_after_an_upgrade_replaces_the_supervisor_and_loses_no_request(make: Make) -> None:
     service = make(arguments={"seed": 1})
-    packages = Packages(service.directory)
-    service.env["PYTHONPATH"] = packages.path
+    packages = packages_of(service)
     service.start()
     before = service.until_standby()
     with ClientLoop(service, 8) as clients:
@@ -335,8 +369,7 @@ def test_restart_after_an_upgrade_replaces_the_supervisor_and_loses_no_request(m
 
 def test_supervisor_stays_if_what_was_installed_does_not_work(make: Make) -> None:
     service = make()
-    packages = Packages(service.directory)
-    service.env["PYTHONPATH"] = packages.path
+    packages = packages_of(service)
     service.start()
     before = service.until_standby()
     packages.upgrade()
@@ -349,15 +382,9 @@ def test_supervisor_stays_if_what_was_installed_does_not_work(make: Make) -> Non
     assert service.get()["engine"] == before["generation"]
 
 
-def upgradable(make: Make, **entry: Any) -> tuple[ServiceProcess, Packages]:
-    service = make(**entry)
-    packages = Packages(service.directory)
-    service.env["PYTHONPATH"] = packages.path
-    return service, packages
-
-
 def test_supervisor_stays_if_its_command_does_not_start(make: Make) -> None:
-    service, packages = upgradable(make)
+    service = make()
+    packages = packages_of(service)
     service.start()
     before = service.until_standby()
     packages.upgrade()
@@ -368,7 +395,8 @@ def test_supervisor_stays_if_its_command_does_not_start(make: Make) -> None:
 
 
 def test_supervisor_stays_if_the_socket_would_have_to_move(make: Make) -> None:
-    service, packages = upgradable(make)
+    service = make()
+    packages = packages_of(service)
     service.start()
     before = service.until_standby()
     packages.upgrade()
@@ -380,13 +408,11 @@ def test_supervisor_stays_if_the_socket_would_have_to_move(make: Make) -> None:
 
 
 def test_supervisor_is_replaced_once_its_neighbour_is_answered(make: Make, short_tmp: Path) -> None:
-    share = {"gpu_memory_utilization": 0.85}
-    one, packages = upgradable(make, arguments=share, standby=0)
-    other = make(name="code", others=[one], arguments=share, standby=0)
+    one, other = pair(make)
+    packages = packages_of(one)
     one.start()
     other.start()
-    with contextlib.ExitStack() as under_way:
-        under_way.enter_context(request_under_way(one, short_tmp / "end"))
+    with request_under_way(one, short_tmp / "end"):
         waking = threading.Thread(target=other.get)
         waking.start()
         one.until(lambda s: s["state"] == "draining", "it is to sleep")
@@ -424,7 +450,8 @@ if "engine" in sys.argv or "engine" in sys.orig_argv:
 
 @pytest.mark.parametrize("when", ["noted", "held"])
 def test_stop_is_not_lost_between_two_supervisors(make: Make, when: str) -> None:
-    service, packages = upgradable(make)
+    service = make()
+    packages = packages_of(service)
     (packages.directory / "sitecustomize.py").write_text(_STOPPED_IN_BETWEEN)
     service.start()
     service.until_standby()
@@ -438,7 +465,8 @@ def test_stop_is_not_lost_between_two_supervisors(make: Make, when: str) -> None
 
 
 def test_renewals_leave_nothing_behind(make: Make) -> None:
-    service, packages = upgradable(make)
+    service = make()
+    packages = packages_of(service)
     service.start()
     assert service.process
     proc = Path(f"/proc/{service.process.pid}")
@@ -757,9 +785,7 @@ def test_sleep_and_wake_by_hand(make: Make) -> None:
 
 
 def test_services_that_do_not_fit_together_take_turns(make: Make) -> None:
-    share = {"gpu_memory_utilization": 0.85}
-    one = make(arguments=share, standby=0)
-    other = make(name="code", others=[one], arguments=share, standby=0)
+    one, other = pair(make)
     one.start()
     assert one.get()["engine"] == 1
     other.start()
@@ -773,11 +799,7 @@ def test_services_that_do_not_fit_together_take_turns(make: Make) -> None:
 
 
 def test_services_that_fit_together_are_awake_together(make: Make) -> None:
-    share = {"gpu_memory_utilization": 0.5}
-    one = make(arguments=share, standby=0)
-    other = make(name="code", others=[one], arguments=share, standby=0)
-    one.start()
-    other.start()
+    one, other = started_pair(make, (0.5, 0.5))
     assert [s.get()["asleep"] for s in (one, other)] == [False, False]
     assert [s.status()["state"] for s in (one, other)] == ["serving", "serving"]
 
@@ -785,48 +807,33 @@ def test_services_that_fit_together_are_awake_together(make: Make) -> None:
 def test_request_under_way_ends_before_its_service_sleeps_for_another(
     make: Make, short_tmp: Path
 ) -> None:
-    share = {"gpu_memory_utilization": 0.85}
-    one = make(arguments=share, standby=0)
-    other = make(name="code", others=[one], arguments=share, standby=0)
-    one.start()
-    other.start()
-    with socket.create_connection(("127.0.0.1", one.port), timeout=BOUND_S) as slow:
-        slow.sendall(f"GET /until?{short_tmp}/end HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        one.until(lambda s: any(e["requests"] > 0 for e in s["engines"]), "the request is there")
-        answers: list[dict[str, Any]] = []
-        asking = threading.Thread(target=lambda: answers.append(other.get()))
+    one, other = started_pair(make)
+    answers: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: answers.append(other.get()))
+    with request_under_way(one, short_tmp / "end"):
         asking.start()
         one.until(lambda s: s["state"] == "draining", "it is to sleep")
         assert answers == []
-        (short_tmp / "end").touch()
-        assert b"200 OK" in slow.recv(65536)
-        asking.join(BOUND_S)
-        assert not answers[0]["asleep"]
+    asking.join(BOUND_S)
+    assert not answers[0]["asleep"]
 
 
 def test_restart_with_a_larger_share_waits_for_its_neighbour_and_serves_meanwhile(
     make: Make, short_tmp: Path
 ) -> None:
-    one = make(arguments={"gpu_memory_utilization": 0.5}, standby=0)
-    other = make(name="code", others=[one], arguments={"gpu_memory_utilization": 0.4}, standby=0)
-    one.start()
-    other.start()
+    one, other = started_pair(make, (0.5, 0.4))
     one.entry["arguments"] = {"gpu_memory_utilization": 0.7}
     other.write_manifest()
-    with socket.create_connection(("127.0.0.1", other.port), timeout=BOUND_S) as slow:
-        slow.sendall(f"GET /until?{short_tmp}/end HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        other.until(lambda s: any(e["requests"] > 0 for e in s["engines"]), "the request is there")
-        with ClientLoop(one) as clients:
-            restarting = threading.Thread(target=lambda: one.ask("restart"))
+    restarting = threading.Thread(target=lambda: one.ask("restart"))
+    with ClientLoop(one) as clients:
+        with request_under_way(other, short_tmp / "end"):
             restarting.start()
             other.until(lambda s: s["state"] == "draining", "it is to sleep")
             assert one.status()["share"] == 0.5
             seen = len(clients.answers)
             until(lambda: len(clients.answers) > seen, "it serves meanwhile")
-            (short_tmp / "end").touch()
-            restarting.join(BOUND_S)
-            clients.until_answers(2)
-        assert b"200 OK" in slow.recv(65536)
+        restarting.join(BOUND_S)
+        clients.until_answers(2)
     assert clients.refused == clients.failed == []
     assert [(s.status()["share"], s.status()["awake"]) for s in (one, other)] == [
         (0.7, True),
@@ -846,25 +853,11 @@ def test_restart_that_fails_changes_no_share(make: Make) -> None:
 
 
 @contextlib.contextmanager
-def request_under_way(service: ServiceProcess, end: Path) -> Iterator[None]:
-    """It ends once that file is there; then the service's engine has answered."""
-    with socket.create_connection(("127.0.0.1", service.port), timeout=BOUND_S) as slow:
-        slow.sendall(f"GET /until?{end} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        service.until(lambda s: any(e["requests"] > 0 for e in s["engines"]), "it is there")
-        yield
-        end.touch()
-        assert b"200 OK" in slow.recv(65536)
-
-
-@contextlib.contextmanager
 def restart_that_makes_room(
     make: Make, end: Path, **arguments: Any
 ) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
     """A service whose new engine is up, and waits for a neighbour to sleep."""
-    one = make(arguments={"gpu_memory_utilization": 0.5, **arguments}, standby=0)
-    other = make(name="code", others=[one], arguments={"gpu_memory_utilization": 0.4}, standby=0)
-    one.start()
-    other.start()
+    one, other = started_pair(make, (0.5, 0.4), **arguments)
     one.entry["arguments"] = {"gpu_memory_utilization": 0.7, **arguments}
     other.write_manifest()
 
@@ -916,11 +909,7 @@ def turn_in_other_hands(service: ServiceProcess) -> Iterator[None]:
 
 def test_service_that_waits_for_the_turn_can_be_sent_to_sleep(make: Make) -> None:
     """By who has the turn: it saw us awake, and we slept and woke before it asked."""
-    share = {"gpu_memory_utilization": 0.85}
-    one = make(arguments=share, standby=0)
-    other = make(name="code", others=[one], arguments=share, standby=0)
-    one.start()
-    other.start()
+    one, _ = started_pair(make)
     with contextlib.ExitStack() as stack:
         with turn_in_other_hands(one):
             stack.enter_context(socket.create_connection(("127.0.0.1", one.port), BOUND_S))
@@ -931,11 +920,7 @@ def test_service_that_waits_for_the_turn_can_be_sent_to_sleep(make: Make) -> Non
 
 @pytest.mark.parametrize("how", ["promoting", "starting"])
 def test_service_that_waits_for_the_turn_can_be_stopped(make: Make, how: str) -> None:
-    share = {"gpu_memory_utilization": 0.85}
-    one = make(arguments=share, standby=0)
-    other = make(name="code", others=[one], arguments=share, standby=0)
-    one.start()
-    other.start()
+    one, _ = started_pair(make)
     with contextlib.ExitStack() as stack:
         if how == "starting":
             one.stop()
@@ -952,9 +937,7 @@ def test_service_sent_to_sleep_while_its_only_engine_starts_has_no_share(
     make: Make, short_tmp: Path
 ) -> None:
     delay = short_tmp / "delay"
-    arguments = {"gpu_memory_utilization": 0.5, "x_delay_file": str(delay)}
-    one = make(arguments=arguments, standby=0)
-    other = make(name="code", others=[one], arguments={"gpu_memory_utilization": 0.4}, standby=0)
+    one, other = pair(make, (0.5, 0.4), x_delay_file=str(delay))
     other.start()
     one.others = [other]
     one.start()
@@ -969,11 +952,7 @@ def test_service_sent_to_sleep_while_its_only_engine_starts_has_no_share(
 
 
 def test_neighbour_whose_supervisor_is_being_replaced_counts_as_awake(make: Make) -> None:
-    share = {"gpu_memory_utilization": 0.85}
-    one = make(arguments=share, standby=0)
-    other = make(name="code", others=[one], arguments=share, standby=0)
-    one.start()
-    other.start()
+    one, other = started_pair(make)
     one.get()
     one.until(lambda s: (s["state"], s["awake"]) == ("serving", True), "it serves")
     one.kill_supervisor()

@@ -54,15 +54,13 @@ class UnitService(ServiceProcess):
     @contextlib.contextmanager
     def drop_in(self, line: str) -> Iterator[None]:
         """One more line of the unit's section [Service], for starts within the block."""
-        path = self.unit_manager.unit_dir / f"{NAME}.d/test.conf"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"[Service]\n{line}\n")
-        self.unit_manager.systemctl("daemon-reload")
+        directory = self.unit_manager.unit_dir / f"{NAME}.d"
+        directory.mkdir()
+        self.unit_manager.write_unit(f"{directory.name}/test.conf", f"[Service]\n{line}\n")
         try:
             yield
         finally:
-            path.unlink()
-            path.parent.rmdir()
+            shutil.rmtree(directory)
             self.unit_manager.systemctl("daemon-reload")
 
     @property
