@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcached.config.engines import Listen
-from weightcached.errors import ListenError
+from weightcached.errors import EngineError, ListenError
 from weightcached.system.fds import OwnedFd
 
 STORE_NAME = "wc1.public"
@@ -30,6 +30,14 @@ def bind(where: Listen) -> socket.socket:
             f"cannot listen on {where}: {e.strerror or e}; "
             f"{_holder_hint(where)}, or change listen: in the manifest"
         ) from e
+
+
+def moved(before: object, now: object) -> EngineError:
+    """The error of a manifest that has another address than the socket."""
+    return EngineError(
+        f"listen: changed from {before} to {now}: a socket cannot move, so stop the service and start "
+        "it again"
+    )
 
 
 def _holder_hint(where: Listen) -> str:

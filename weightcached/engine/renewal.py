@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from weightcached.config.engines import EngineSpec
-from weightcached.engine.endpoint import STORE_NAME
+from weightcached.engine.endpoint import STORE_NAME, moved
 from weightcached.errors import EXIT_FAILURE, EngineError
 from weightcached.system.notify import LISTEN_FDS_START, listen_variables
 from weightcached.system.packages import InstalledPackages
@@ -87,21 +87,17 @@ async def check_newer(manifest: Path, spec: EngineSpec) -> None:
     """Have the software that is installed now read the manifest. Raises EngineError if it cannot, or
     would listen elsewhere.
     """
+    again = f"mend that, then run weightcachectl engine restart {spec.name}"
+    now = "the software that is installed now"
     try:
         done = await asyncio.to_thread(_ask_newer, manifest, spec.name)
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise EngineError(
-            f"the software that is installed now does not start: {e}; mend that, then run "
-            f"weightcachectl engine restart {spec.name}"
-        ) from e
+        raise EngineError(f"{now} does not start: {e}; {again}") from e
     # Not its status, which reap() may have taken.
     fit, _, where = done.stdout.partition(" ")
     if fit != "fit":
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise EngineError(
-            f"the software that is installed now cannot keep the service: {reason}; mend that, then run "
-            f"weightcachectl engine restart {spec.name}"
-        )
+        raise EngineError(f"{now} cannot keep the service: {reason}; {again}")
     if where.strip() != str(spec.listen):
         raise moved(spec.listen, where.strip())
 
@@ -115,14 +111,6 @@ def _ask_newer(manifest: Path, service: str) -> subprocess.CompletedProcess[str]
         env=environment_for(sys.executable), text=True, timeout=_CHECK_TIMEOUT_S, stdin=subprocess.DEVNULL,
         capture_output=True, check=False,
     )  # fmt: skip
-
-
-def moved(before: object, now: object) -> EngineError:
-    """The manifest has another address than the socket."""
-    return EngineError(
-        f"listen: changed from {before} to {now}: a socket cannot move, so stop the service and start "
-        "it again"
-    )
 
 
 @contextlib.asynccontextmanager

@@ -145,10 +145,14 @@ class Nursery:
 
 
 class Starter:
-    """Starts the engines of one service: forked by a nursery, or by exec where that does not work."""
+    """Starts the engines of one service: forked by a nursery, or by exec where that does not work.
 
-    def __init__(self, module: str) -> None:
+    stopping: whether the service ends.
+    """
+
+    def __init__(self, module: str, stopping: Callable[[], bool]) -> None:
         self._module = module
+        self._stopping = stopping
         self._nursery: Nursery | None = None
         self._told = False
         self._forked: set[int] = set()
@@ -156,38 +160,29 @@ class Starter:
         self._distrusts_fork = False
 
     async def start(
-        self,
-        job: Job,
-        plan: StartPlan,
-        public: int,
-        control: int,
-        *,
-        nursery: bool,
-        stopping: Callable[[], bool],
+        self, job: Job, plan: StartPlan, public: int, control: int, *, nursery: bool
     ) -> tuple[int, str]:
         """The pid of a new engine, and how it was started. Raises OSError, EngineError."""
         pid = None
         if nursery and not self._distrusts_fork:
-            pid = await self._fork(job, plan, public, control, stopping)
+            pid = await self._fork(job, plan, public, control)
         if pid is not None:
             self._forked.add(job.number)
             return pid, "forked"
         pid = start_by_exec(plan.python, self._module, job, plan.environment, public, control)
         return pid, "executed"
 
-    async def _fork(
-        self, job: Job, plan: StartPlan, public: int, control: int, stopping: Callable[[], bool]
-    ) -> int | None:
+    async def _fork(self, job: Job, plan: StartPlan, public: int, control: int) -> int | None:
         """The pid of the engine; None if none can be forked. Raises EngineError."""
         if self._nursery is None:
             self._nursery = Nursery(plan.python, self._module, plan.environment)
         nursery = self._nursery
         refusal = await nursery.refusal()
-        self._check_in_use(nursery, stopping)
+        self._check_in_use(nursery)
         if not refusal:
             pid = await nursery.fork(job, public, control)
             if pid is None:
-                self._check_in_use(nursery, stopping)
+                self._check_in_use(nursery)
                 if nursery.outdated:
                     # This one imports by itself; the next is forked by another nursery.
                     log.info("service=%s imports anew: %s", job.service, nursery.outdated)
@@ -198,9 +193,9 @@ class Starter:
             log.info("service=%s engines are executed, not forked: %s", job.service, refusal)
         return None
 
-    def _check_in_use(self, nursery: Nursery, stopping: Callable[[], bool]) -> None:
+    def _check_in_use(self, nursery: Nursery) -> None:
         """Raises EngineError if what its engines were for was given up while they were waited for."""
-        if stopping():
+        if self._stopping():
             raise EngineError("the service is stopping")
         if nursery is not self._nursery:
             raise EngineError("engines of another version are wanted by now")

@@ -157,7 +157,6 @@ class Supervisor:
         self._directory = directory.resolve()
         self._fence = self._directory / "fence"
         self._error_file = self._directory / ERROR_FILE
-        # There while the service sleeps: the next supervisor must not wake it.
         self._asleep_file = self._directory / ASLEEP_FILE
         self._plans: dict[int, StartPlan] = {1: make_plan(spec, model, options.socket_dir)}
         self._turns = DeviceTurns(
@@ -182,7 +181,7 @@ class Supervisor:
         )
         self._manager = manager.Manager(os.environ.get("NOTIFY_SOCKET"))
         self._public: socket.socket
-        self._starter = Starter(options.module)
+        self._starter = Starter(options.module, lambda: self.service.stopping)
         self._spawned: dict[int, asyncio.Event] = {}
         # Engines that start with the memory of an awake one.
         self._with_memory: set[int] = set()
@@ -474,9 +473,8 @@ class Supervisor:
         listener = listen(job.control_socket)
         with listener:
             pid, how = await self._starter.start(
-                job, plan, self._public.fileno(), listener.fileno(), nursery=self.spec.nursery,
-                stopping=lambda: self.service.stopping,
-            )  # fmt: skip
+                job, plan, self._public.fileno(), listener.fileno(), nursery=self.spec.nursery
+            )
         log.info(
             "engine=%d starting service=%s pid=%d version=%d %s%s",
             engine.number, self.spec.name, pid, engine.version, how, " parked" if parked else "",
@@ -843,7 +841,8 @@ class Supervisor:
         if command == "resume":
             return await self._giving_way.end(peer), None
         if command == "renew":
-            return {"renews": await self._renew()}, None
+            path, public = manifest_path(self._options.manifest), self._public.fileno()
+            return {"renews": await self._renewal.begin(path, self.spec, public)}, None
         if command == "restart":
             await self._restart()
         elif command == "sleep":
@@ -933,7 +932,7 @@ class Supervisor:
         path = manifest_path(self._options.manifest)
         spec, model = load_manifest(path).service(self.spec.name)
         if spec.listen != self.spec.listen:
-            raise renewal.moved(self.spec.listen, spec.listen)
+            raise endpoint.moved(self.spec.listen, spec.listen)
         self.spec, self.service.standby = spec, spec.standby
         version = self.service.restart()
         self._plans[version] = make_plan(spec, model, self._options.socket_dir)
@@ -948,12 +947,6 @@ class Supervisor:
             raise EngineError(
                 f"the new engine cannot be started, the old one serves on: {self.service.error}"
             )
-
-    async def _renew(self) -> bool:
-        """Whether it goes on as newer software, after it has said so. Raises EngineError."""
-        return await self._renewal.begin(
-            manifest_path(self._options.manifest), self.spec, self._public.fileno()
-        )
 
     def _unrest(self) -> str:
         """What another supervisor could not take up where this one left it, or ""."""
