@@ -32,6 +32,7 @@ def checkpoint(short_tmp: Path) -> Path:
 
 
 Launcher = Callable[..., DaemonProcess]
+_LOG_CHARS = 8000
 
 
 @pytest.fixture
@@ -45,6 +46,10 @@ def make_daemon(short_tmp: Path) -> Iterator[Launcher]:
             return daemon
 
         yield make
+    log = short_tmp / "daemon.log"
+    if log.exists():
+        # pytest shows it if the test failed.
+        print(log.read_text()[-_LOG_CHARS:])
 
 
 @pytest.fixture

@@ -98,7 +98,8 @@ class Child:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if not self.exit.done():
+        # Not by `exit`, which comes later: once the child is reaped its number may be another's.
+        if self._process.returncode is None:
             self._kill_session()
         await asyncio.shield(self.exit)
 
