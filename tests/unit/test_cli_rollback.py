@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from tests.fakes.stub_daemon import StubDaemon, cache, status
 from weightcached.cli.weightcachectl import main
+from weightcached.system.paths import runtime_dir
 from weightcached.wire.messages import (
     CacheOutcome,
     Message,
@@ -106,3 +108,11 @@ def test_none_anywhere_fails(tmp_path: Path) -> None:
     }
     with daemons(tmp_path / "run", found):
         assert rollback(tmp_path / "run").exit_code == 1
+
+
+def test_directory_that_one_command_names_is_not_the_next_one_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    rollback(tmp_path / "elsewhere")
+    assert runtime_dir() == tmp_path / "weightcached"

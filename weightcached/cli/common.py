@@ -74,6 +74,8 @@ def _choose_socket_dir(ctx: click.Context, param: click.Parameter, value: Path |
     from weightcached.system.paths import choose_runtime_dir
 
     choose_runtime_dir(value)
+    # Another command in the same process is about the default again.
+    ctx.call_on_close(lambda: choose_runtime_dir(None))
 
 
 socket_dir = click.option(
