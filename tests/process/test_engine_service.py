@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from click.testing import CliRunner
 
 from tests.fakes.daemon import BOUND_S, until
 from tests.fakes.service import ClientLoop, Packages, ServiceProcess
+from weightcached.cli import engine as cli_engine
 from weightcached.cli.engine import as_json, as_table
 from weightcached.cli.weightcachectl import main as weightcachectl
 from weightcached.errors import EXIT_BUSY, EXIT_CONFIG, EXIT_FAILURE, EngineError
@@ -367,6 +369,28 @@ def test_restart_after_an_upgrade_replaces_the_supervisor_and_loses_no_request(m
     assert service.processes() == []
 
 
+def test_restart_goes_on_if_another_has_the_supervisor_replaced(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make()
+    packages = packages_of(service)
+    service.start()
+    service.until_standby()
+    packages.upgrade()
+    ask = cli_engine.ask
+
+    def overtaken(name: str, command: str, **options: Any) -> dict[str, Any]:
+        if command == "renew":
+            # As another restart asks.
+            assert ask(name, command, **options)["renews"]
+            raise EngineError("no answer: the connection was closed")
+        return ask(name, command, **options)
+
+    monkeypatch.setattr(cli_engine, "ask", overtaken)
+    assert restart_by_hand(service) == "chat: serving\n"
+    assert service.log.count("supervisor begins anew") == 1
+
+
 def test_supervisor_stays_if_what_was_installed_does_not_work(make: Make) -> None:
     service = make()
     packages = packages_of(service)
@@ -548,6 +572,21 @@ def test_restart_with_bad_arguments_leaves_the_old_engine_serving(make: Make) ->
     service.write_manifest(arguments={"seed": 3})
     service.ask("restart")
     assert service.status()["error"] == ""
+    assert service.get()["arguments"]["seed"] == 3
+
+
+def test_restart_ends_with_the_next_one_that_overtakes_it(make: Make, short_tmp: Path) -> None:
+    service = make(arguments={"seed": 1}).start()
+    service.until_standby()
+    delay = short_tmp / "delay"
+    delay.write_text("3")
+    service.write_manifest(arguments={"seed": 2, "x_delay_file": str(delay)})
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(service.ask, "restart")
+        service.until(lambda s: any(e["version"] == 2 for e in s["engines"]), "the first is begun")
+        service.write_manifest(arguments={"seed": 3})
+        assert service.ask("restart")["error"] == ""
+        assert first.result(BOUND_S)["error"] == ""
     assert service.get()["arguments"]["seed"] == 3
 
 

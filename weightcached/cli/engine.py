@@ -71,13 +71,29 @@ def renew(name: str) -> None:
     """
     # Before it was so, a supervisor did not know the question either.
     since = ask(name, "status").get("supervisor_since")
-    if since is None or not ask(name, "renew", timeout_s=_RENEWAL_TIMEOUT_S)["renews"]:
+    if since is None:
         return
+    try:
+        if not ask(name, "renew", timeout_s=_RENEWAL_TIMEOUT_S)["renews"]:
+            return
+    except EngineError:
+        # Another restart may have renewed it, which ends all connections.
+        if _supervisor_since(name) == since:
+            raise
+    _supervisor_since(name, but=since)
+
+
+def _supervisor_since(name: str, *, but: float | None = None) -> float:
+    """When the supervisor began that answers, which is not to be the one of `but`.
+
+    Raises EngineError if none does.
+    """
     deadline_s = time.monotonic() + _RENEWAL_TIMEOUT_S
     while time.monotonic() < deadline_s:
         with contextlib.suppress(EngineError):
-            if ask(name, "status")["supervisor_since"] != since:
-                return
+            since = float(ask(name, "status")["supervisor_since"])
+            if since != but:
+                return since
         time.sleep(0.05)
     raise EngineError(
         f"the supervisor of {name} did not come back: journalctl --user -u {unit_of(name)}"

@@ -927,7 +927,8 @@ class Supervisor:
     async def _restart(self) -> None:
         """Replace the serving engines by those of the present manifest.
 
-        Raises WeightcachedError if nothing has changed.
+        With one that comes later, which reads a newer manifest, it ends as that one does. Raises
+        WeightcachedError if nothing has changed.
         """
         path = manifest_path(self._options.manifest)
         spec, model = load_manifest(path).service(self.spec.name)
@@ -941,9 +942,9 @@ class Supervisor:
         self._starter.import_anew()
         self._step()
         await self._wait(
-            lambda: self.service.version != version or self.service.has_settled(version)
+            lambda: self.service.version < version or self.service.has_settled(self.service.version)
         )
-        if self.service.version != version:
+        if self.service.version < version:
             raise EngineError(
                 f"the new engine cannot be started, the old one serves on: {self.service.error}"
             )
