@@ -32,6 +32,7 @@ USER, UID = "resident", 64321
 BOOT_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 120.0
 _POLL_S = 0.02
+_END_AGAIN_S = 5.0
 _ROOT = Path(__file__).resolve().parents[2]
 _SYSTEM_UNITS = Path(SYSTEMD).parent / "system"
 # All that a login needs. The rest of a machine's units would look for its disks, network and clock.
@@ -271,12 +272,16 @@ class PrivateSystem:
         """Log the user out everywhere, end remaining processes, and empty the home directory."""
         self._log_out_everywhere()
         self.run("loginctl", "disable-linger", USER, check=False)
-        # `terminate-user` does not end processes of sessions that are closed already.
-        self.run("loginctl", "kill-user", "--signal=SIGKILL", USER, check=False)
-        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        deadline_s, end_s = time.monotonic() + ANSWER_TIMEOUT_S, 0.0
         while self.user_state() != "gone":
             if time.monotonic() > deadline_s:
                 raise ManagerError(f"the user stays {self.user_state()}: {self.processes()}")
+            if time.monotonic() > end_s:
+                # Processes of sessions that are closed already outlive `terminate-user`. And once
+                # logind kept a user of whom nothing was left: so it is asked again.
+                self.run("loginctl", "kill-user", "--signal=SIGKILL", USER, check=False)
+                self.run("loginctl", "terminate-user", USER, check=False)
+                end_s = time.monotonic() + _END_AGAIN_S
             time.sleep(_POLL_S)
         shutil.rmtree(self.home)
         self._make_home()
