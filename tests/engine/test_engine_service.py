@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import ANSWER_TIMEOUT_S, Service
-from tests.fakes.daemon import free_port, until
+from tests.fakes.daemon import free_port, print_log, until
 from tests.fakes.service import Packages
 
 UNIT = "weightcached-engine@chat.service"
@@ -111,7 +111,7 @@ class Chat:
             self.service.ctl("engine", "start", "chat")
             yield
         finally:
-            print(self.log.read_text(errors="replace")[-20000:])
+            print_log(self.log)
             self.service.ctl("engine", "stop", "chat", check=False)
             self.service.ctl("stop", device, check=False)
 

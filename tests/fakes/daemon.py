@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOADER = f"{shlex.quote(sys.executable)} -m tests.fakes.loader_child"
 # For what must happen, and takes as long as the machine is busy. Nothing is held to this time.
 BOUND_S = 120.0
+_LOG_CHARS = 20_000
 # The tree first; what else is there may hold the packages that this interpreter has.
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -96,6 +97,12 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise AssertionError("not reached")
+
+
+def print_log(path: Path) -> None:
+    """Print the end of a process's log, if it has one; pytest shows it if the test failed."""
+    if path.exists():
+        print(path.read_text(errors="replace")[-_LOG_CHARS:])
 
 
 def remove_tree(directory: Path) -> None:

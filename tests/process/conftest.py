@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.checkpoints import write_checkpoint
-from tests.fakes.daemon import ROOT, DaemonProcess, environment, model
+from tests.fakes.daemon import ROOT, DaemonProcess, environment, model, print_log
 
 
 @pytest.fixture
@@ -32,13 +32,14 @@ def checkpoint(short_tmp: Path) -> Path:
 
 
 Launcher = Callable[..., DaemonProcess]
-_LOG_CHARS = 8000
 
 
 @pytest.fixture
 def make_daemon(short_tmp: Path) -> Iterator[Launcher]:
     """Makes daemons that end with the test in every case."""
     with contextlib.ExitStack() as stack:
+        # The log of all of them, once they have ended.
+        stack.callback(print_log, short_tmp / "daemon.log")
 
         def make(models: list[dict[str, Any]] | None = None, **options: Any) -> DaemonProcess:
             daemon = DaemonProcess(short_tmp, models, **options)
@@ -46,10 +47,6 @@ def make_daemon(short_tmp: Path) -> Iterator[Launcher]:
             return daemon
 
         yield make
-    log = short_tmp / "daemon.log"
-    if log.exists():
-        # pytest shows it if the test failed.
-        print(log.read_text()[-_LOG_CHARS:])
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.fakes.daemon import BOUND_S, until
+from tests.fakes.daemon import BOUND_S, print_log, until
 from tests.fakes.service import ClientLoop, Packages, ServiceProcess
 from weightcached.cli import engine as cli_engine
 from weightcached.cli.engine import as_json, as_table
@@ -44,8 +44,7 @@ def make(short_tmp: Path) -> Iterator[Make]:
         def make(**entry: Any) -> ServiceProcess:
             service = ServiceProcess(short_tmp, **entry)
             stack.callback(service.close)
-            # Shown by pytest for a test that fails.
-            stack.callback(lambda: print(service.log[-20000:]))
+            stack.callback(print_log, service.log_path)
             return service
 
         yield make

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.fakes.daemon import BOUND_S, until
+from tests.fakes.daemon import BOUND_S, print_log, until
 from tests.fakes.service import ServiceProcess
 from weightcached.wire.framing import recv_packet, send_packet
 from weightcached.wire.services import Reply, Request, ask_service
@@ -28,8 +28,7 @@ class Scene:
         self.answers = directory / "swaps"
         self.service = ServiceProcess(directory, arguments={"x_swaps": str(self.answers)})
         stack.callback(self.service.close)
-        # Shown by pytest for a test that fails.
-        stack.callback(lambda: print(self.service.log[-20000:]))
+        stack.callback(print_log, self.service.log_path)
         self.old = str(directory / "checkpoint")
         self.new = str(directory / "new")
         Path(self.new).mkdir()

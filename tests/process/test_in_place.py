@@ -27,6 +27,7 @@ from tests.fakes.daemon import (
     environment,
     loaders_of,
     model,
+    print_log,
     until,
 )
 from tests.fakes.mapped_weights import digest_of
@@ -74,7 +75,8 @@ class Scene:
         self.service = ServiceProcess(directory, arguments={"x_maps": str(self.daemon.socket)})
         stack.callback(self.daemon.close)
         stack.callback(self.service.close)
-        stack.callback(lambda: print(self.daemon.log[-20000:], self.service.log[-20000:]))
+        stack.callback(print_log, self.service.log_path)
+        stack.callback(print_log, self.daemon.log_path)
         self.old = write_checkpoint(directory / "old", seed=1)
         self.new = write_checkpoint(directory / "new", seed=2)
         # Opened by a loader that got so far, and by the test that lets it go on.

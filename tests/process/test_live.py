@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from tests.fakes.checkpoints import key_of, write_checkpoint
 from tests.fakes.client import Client
-from tests.fakes.daemon import DaemonProcess, model, until, write_manifest
+from tests.fakes.daemon import DaemonProcess, model, print_log, until, write_manifest
 from weightcached.cli.weightcachectl import main as weightcachectl
 from weightcached.config.published import path_of, read_published
 from weightcached.errors import EXIT_FAILURE
@@ -92,7 +92,7 @@ class Scene:
         self.service = FakeService(self.daemon.runtime)
         stack.callback(self.service.close)
         stack.callback(self.daemon.close)
-        stack.callback(lambda: print(self.daemon.log[-20000:]))
+        stack.callback(print_log, self.daemon.log_path)
 
     def write(self, checkpoint: Path | None = None, **keys: Any) -> None:
         write_manifest(self.daemon.manifest, [model("tiny", checkpoint or self.old) | keys])

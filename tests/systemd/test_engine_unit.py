@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.daemon import BOUND_S, ROOT, until
+from tests.fakes.daemon import BOUND_S, ROOT, print_log, until
 from tests.fakes.service import MODULE, ClientLoop, Packages, ServiceProcess
 from tests.systemd.manager import WATCHDOG_S, PrivateManager
 from weightcached.system.units import source
@@ -73,7 +73,7 @@ def service(manager: PrivateManager) -> Iterator[UnitService]:
     directory = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
     service = UnitService(manager, directory)
     yield service
-    print(service.log[-10000:] if service.log_path.exists() else "")
+    print_log(service.log_path)
     manager.systemctl("stop", NAME, check=False)
     manager.systemctl("reset-failed", NAME, check=False)
     service.close()
